@@ -1,0 +1,40 @@
+# Works on a bare clone: the only thing needed beforehand is python3 (3.10 to 3.13).
+PYTHON ?= python3
+TP ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Tests and the demo run many processes on one machine and never need the network.
+export HF_HUB_OFFLINE := 1
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: venv test lint format demo clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: venv
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy paraxis
+
+format: venv
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+demo: venv
+	$(BIN)/paraxis demo --tp $(TP)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,56 @@
+"""Paraxis makes PyTorch models tensor-parallel by itself.
+
+The public names are loaded on first use, so that ``paraxis --help`` need not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "parallelize_model": "api",
+    "parallelize_backend": "compile",
+    "Config": "core",
+    "ParallelExecutionCtx": "core",
+    "ParameterMeta": "core",
+    "ParameterSlice": "core",
+    "HashableSlice": "core",
+    "MetaAwareMethodsPatcher": "meta",
+    "initialize_parameter_meta": "meta",
+    "move_model_to_device": "meta",
+    "ShardedTensor": "sharded",
+    "Plan": "plan",
+    "CaptureError": "capture",
+    "CheckpointError": "weights.errors",
+    "CollectiveError": "errors",
+    "ensure_divisibility": "placement",
+}
+
+__all__ = ["__version__", *_EXPORTS]
+
+if TYPE_CHECKING:
+    from .api import parallelize_model
+    from .capture import CaptureError
+    from .compile import parallelize_backend
+    from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
+    from .errors import CollectiveError
+    from .meta import MetaAwareMethodsPatcher, initialize_parameter_meta, move_model_to_device
+    from .placement import ensure_divisibility
+    from .plan import Plan
+    from .sharded import ShardedTensor
+    from .weights.errors import CheckpointError
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'paraxis' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"paraxis.{_EXPORTS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])

@@ -1,0 +1,194 @@
+"""``parallelize_model``: from a model's name, directory or module to a tensor-parallel model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .capture import capture
+from .compile import compiled_call, run_pipeline
+from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
+from .inputs import example_call
+from .meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
+from .sharded import ShardedTensor
+from .weights.agree import exchange, together
+from .weights.errors import CheckpointError
+from .weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
+from .weights.load import load_buffers
+from .weights.materialize import checksums
+from .weights.weight_map import check_checkpoint, collect_weight_map, match_parameters
+
+
+def parallelize_model(
+    model: str | os.PathLike[str] | nn.Module,
+    parallel_ctx: ParallelExecutionCtx,
+    *model_args: Any,
+    revision: str = "main",
+    cache_dir: str | None = None,
+    local_files_only: bool = False,
+    skip_load_weights: bool = False,
+    torch_dtype: torch.dtype | str | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Make a model tensor-parallel over the ranks of ``parallel_ctx``. Every rank calls it alike.
+
+    When it returns, the plan is solved (``parallel_ctx.plan``), each rank has its shard of the weights, and the model
+    is ready to call: same class, same ``forward``, ``generate``, ``train``, ``state_dict``.
+
+    Args:
+        model: A Hub id, a directory written by ``save_pretrained``, or a module.
+        parallel_ctx: The process group and the device.
+        model_args: More positional arguments for the model's constructor.
+        revision: Revision on the Hub.
+        cache_dir: Where downloads are kept.
+        local_files_only: Never go to the network.
+        skip_load_weights: Initialize the weights with ``Config.weight_init_fn`` instead of loading them; the same seed
+            gives the same global weights on any number of ranks.
+        torch_dtype: Dtype of the parameters; by default what the config says.
+        kwargs: ``example_inputs`` (a tensor, a tuple of positional or a dict of keyword arguments: what to plan the
+            model with; needed for modules that are not from transformers), then fields of :class:`Config`, then of the
+            model's config; what is left goes to the model's constructor.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialized.
+        ImportError: transformers is too old.
+        ValueError: sizes that do not divide over the ranks, or (``CheckpointError``) a checkpoint that does not fit.
+        CaptureError: the model's forward cannot be captured; the message has the line.
+    """
+    _check_distributed(parallel_ctx)
+    config, kwargs = _split_config(kwargs)
+    examples = kwargs.pop("example_inputs", None)
+    folder = None
+    if not isinstance(model, nn.Module):
+        check_transformers_version()
+        folder = resolve_checkpoint(
+            model, revision, cache_dir, local_files_only, weights=not skip_load_weights, group=parallel_ctx.tp_group
+        )
+        with together(parallel_ctx.tp_group, f"building {os.fspath(model)!r}"):
+            model = _build(folder, model_args, torch_dtype, kwargs)
+    elif kwargs:
+        raise TypeError(f"unknown options for a module: {', '.join(kwargs)}")
+    parallelized = _attach(model, parallel_ctx, torch_dtype if folder is None else None)
+    if skip_load_weights:
+        for parameter in parallel_ctx.param_cache.values():
+            _meta(parameter).source = None
+    if folder is not None and not skip_load_weights:
+        with together(parallel_ctx.tp_group, "checking the checkpoint"):
+            _map_weights(parallelized, folder, parallel_ctx)
+    _check_same_weights(parallel_ctx)
+    _plan(parallelized, parallel_ctx, config, examples)
+    if hasattr(parallelized, "generation_config") and folder is not None:
+        _load_generation_config(parallelized, folder)
+    parallelized._compiled_call_impl = compiled_call(parallelized, parallel_ctx, config)  # type: ignore[assignment]
+    parallelized.register_state_dict_post_hook(_state_as_dtensors)
+    return parallelized
+
+
+# -- the steps -----------------------------------------------------------------------------------------------------
+
+
+def _check_distributed(ctx: ParallelExecutionCtx) -> None:
+    if not dist.is_available() or not dist.is_initialized() or ctx.tp_group is None:
+        raise RuntimeError(
+            "torch.distributed is not initialized, so there are no ranks to split the model over. Start the program "
+            "with `torchrun --nproc-per-node=N script.py` and call `torch.distributed.init_process_group()` first, "
+            "then pass the group: ParallelExecutionCtx(tp_group=torch.distributed.group.WORLD, current_device=...)."
+        )
+
+
+def _split_config(kwargs: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    names = {f.name for f in fields(Config)}
+    config = Config(**{k: v for k, v in kwargs.items() if k in names})
+    return config, {k: v for k, v in kwargs.items() if k not in names}
+
+
+def _build(folder: Path, model_args: Sequence[Any], torch_dtype: Any, kwargs: Mapping[str, Any]) -> nn.Module:
+    """The model without memory, in evaluation mode."""
+    model_config, model_cls, rest = load_config_and_class(folder, dict(kwargs))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(_dtype(torch_dtype, model_config))
+    try:
+        with MetaAwareMethodsPatcher():
+            return model_cls(model_config, *model_args, **rest).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _dtype(wanted: torch.dtype | str | None, model_config: Any) -> torch.dtype:
+    if wanted is None or wanted == "auto":
+        wanted = getattr(model_config, "dtype", None) or torch.float32
+    return getattr(torch, wanted) if isinstance(wanted, str) else wanted
+
+
+def _attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module:
+    """Replace the parameters by empty sharded ones; the context starts afresh."""
+    if any(isinstance(p, ShardedTensor) and p._local.numel() for p in model.parameters()):
+        raise RuntimeError("this model is already parallel: call parallelize_model on a model once")
+    if dtype is not None and not isinstance(dtype, str):
+        model.to(dtype)
+    ctx.plan, ctx.compile_times = None, 0
+    ctx.parallel_layer_cache.clear()
+    ctx.param_cache.clear()
+    ctx.param_cache.update(attach_parameter_meta(model, ctx.current_device, ctx.tp_group))
+    return model
+
+
+def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx) -> None:
+    """Match parameters with tensors of the checkpoint and check them all, from the headers alone."""
+    ctx.weight_map = collect_weight_map(folder)
+    prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
+    keys = match_parameters(ctx.param_cache, tied, ctx.weight_map, prefix, model)
+    check_checkpoint(ctx.param_cache, keys, ctx.weight_map, tied, prefix, model)
+    for name, key in keys.items():
+        _meta(ctx.param_cache[name]).mapping = {HashableSlice(): ParameterSlice(source=key)}
+    load_buffers(model, ctx.weight_map, prefix)
+
+
+def _check_same_weights(ctx: ParallelExecutionCtx) -> None:
+    """A module that comes with values must come with the same ones on every rank."""
+    mine = checksums(ctx.param_cache)
+    everybody = exchange(ctx.tp_group, mine, "comparing the weights of the module")
+    for rank, theirs in enumerate(everybody):
+        differing = [n for n in {**theirs, **everybody[0]} if theirs.get(n) != everybody[0].get(n)]
+        if differing:
+            raise CheckpointError(
+                f"the ranks hold different values: {len(differing)} parameters of rank {rank} differ from rank 0's "
+                f"(first {differing[0]}). Seed all ranks alike before building the module, or load the same weights."
+            )
+
+
+def _plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> None:
+    """Capture the model once, solve the plan and load the weights."""
+    args, kwargs = example_call(model, examples, ctx.current_device)
+    with together(ctx.tp_group, "capturing the model", config.sync_timeout):
+        graphs: list[tuple[Any, Any]] = []
+        with torch.no_grad():
+            capture(model, args, kwargs, lambda graph, inputs: graphs.append((graph, inputs)))
+    graph_module, inputs = graphs[0]
+    with torch.no_grad():
+        run_pipeline(graph_module, inputs, ctx, config)
+
+
+def _load_generation_config(model: nn.Module, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+
+
+def _state_as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """``state_dict()`` gives DTensors, which checkpointing tools know."""
+    for name, value in state.items():
+        if isinstance(value, ShardedTensor):
+            state[name] = value.to_dtensor()
+
+
+def _meta(parameter: nn.Parameter) -> ParameterMeta:
+    return parameter._spec  # type: ignore[attr-defined,no-any-return]

@@ -1,0 +1,111 @@
+"""From a captured graph to ATen operators, with provenance.
+
+The graph that Dynamo captures calls anything Python may call on a tensor; a rule per such call would never end. Run
+through the tracer it becomes a graph of ATen operators. It is traced *before* autograd, and operators that are better
+whole (linear, attention, normalization, the loss) are left whole: the same graph is analysed and, rewritten, executed
+and differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch._decomp import core_aten_decompositions
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..sharded import ShardedTensor
+from .opaque import trace_custom_function
+
+KEEP = {
+    "linear",
+    "matmul",
+    "addmm",
+    "baddbmm",
+    "scaled_dot_product_attention",
+    "cross_entropy_loss",
+    "layer_norm",
+    "rms_norm",
+    "embedding",
+    "dropout",
+    "silu",
+    "gelu",
+    "softmax",
+    "log_softmax",
+}
+"""Operators that stay whole: one rule each, and torch's own fast kernels and derivatives."""
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[Any, Callable[..., Any]]:
+    return {
+        op: function
+        for op, function in dict(core_aten_decompositions()).items()
+        if op._schema.name.removeprefix("aten::").removesuffix("_") not in KEEP
+    }
+
+
+class _Recorder(Interpreter):
+    """Interprets the captured graph, with the metadata of each node at hand while its operators are traced."""
+
+    def run_node(self, node: Node) -> Any:
+        with fx_traceback.set_current_meta(node):
+            return super().run_node(node)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if getattr(target, "_name", "") == "autograd_function_apply":
+            return trace_custom_function(target, args, kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def to_aten(graph_module: GraphModule, fake_inputs: list[Any] | None = None) -> GraphModule:
+    """The ATen graph of a captured graph, with the same placeholders in the same order.
+
+    Every node's ``meta["origin"]`` is the captured node it came from.
+    """
+    placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+    values = fake_inputs or [n.meta.get("example_value", n.meta.get("val")) for n in placeholders]
+    mode = next((v.fake_mode for v in map(_inner, values) if isinstance(v, FakeTensor)), None) or FakeTensorMode()
+    values = [_plain(v, mode) for v in values]
+    recorder = _Recorder(graph_module)
+
+    def run(*args: Any) -> Any:
+        return recorder.run(*args)
+
+    with fx_traceback.preserve_node_meta(), mode:
+        traced = make_fx(run, decomposition_table=_table(), pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
+    by_name = {n.name: n for n in graph_module.graph.nodes}
+    captured = iter(placeholders)
+    for node in traced.graph.nodes:
+        if node.op == "placeholder":
+            node.meta["origin"] = next(captured)
+        else:
+            node.meta["origin"] = _origin(node, by_name)
+    return traced
+
+
+def _origin(node: Node, by_name: dict[str, Node]) -> Node | None:
+    for source in reversed(node.meta.get("from_node", [])):
+        name = source[0] if isinstance(source, tuple) else source.name
+        if name in by_name:
+            return by_name[name]
+    return None
+
+
+def _inner(value: Any) -> Any:
+    return value._local if isinstance(value, ShardedTensor) else value
+
+
+def _plain(value: Any, mode: FakeTensorMode) -> Any:
+    """Analysis sees global shapes only: a sharded tensor becomes a plain fake one."""
+    if isinstance(value, ShardedTensor):
+        with mode:
+            return torch.empty(value.shape, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
+    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+        return mode.from_tensor(value)
+    return value

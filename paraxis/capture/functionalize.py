@@ -1,0 +1,142 @@
+"""Making the ATen graph pure where that is simple, and marking what stays impure.
+
+A placement belongs to a value, so an operator that overwrites its input is turned into one that returns a new value,
+and later uses follow it, when nothing else looks at the same memory. Where views are involved, the whole family of
+aliases is marked (``meta["impure"]``) and the solver keeps it replicated: correct, and said in the plan.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+
+
+def _mutated(node: Node) -> Node | None:
+    """The tensor that this node writes to, if it is the first argument."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    if not schema.is_mutable or not schema.arguments or not node.args:
+        return None
+    info = schema.arguments[0].alias_info
+    first = node.args[0]
+    return first if info is not None and info.is_write and isinstance(first, Node) else None
+
+
+def _functional(target: Any) -> Any:
+    """``aten.add_.Tensor`` to ``aten.add.Tensor``; None if there is no such operator."""
+    name = target._schema.name.removeprefix("aten::")
+    if not name.endswith("_") or target.namespace != "aten":
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, target._overloadname, None) if packet is not None else None
+
+
+def _is_view(node: Node) -> bool:
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, Node) and _is_view(source)
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = node.target._schema.name
+    if name in ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::matmul", "aten::linear"):
+        return name not in ("aten::matmul", "aten::linear")  # these may return an alias
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+
+
+def simplify(graph_module: GraphModule) -> GraphModule:
+    """Normalize in place: drop dead nodes, make simple mutations pure, turn constant indices into slices."""
+    graph: Graph = graph_module.graph
+    _purify(graph)
+    _slice_constant_indices(graph_module)
+    _drop_idle_dropout(graph)
+    graph.eliminate_dead_code(is_impure_node=_keeps)
+    graph_module.recompile()
+    return graph_module
+
+
+def _keeps(node: Node) -> bool:
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable) or torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.target not in (operator.getitem,) and "grad_enabled" in str(node.target)
+
+
+def _purify(graph: Graph) -> None:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        target = _mutated(node)
+        if target is None:
+            continue
+        family = _aliases(target)
+        functional = _functional(node.target)
+        alone = all(n is target or n is node or not _used_after(n, node, order) for n in family)
+        if functional is not None and alone and target.op == "call_function" and not _is_view(target):
+            node.target = functional
+            target.replace_all_uses_with(node, delete_user_cb=lambda user, n=node: order[user] > order[n])
+        else:
+            for member in family | {node}:
+                member.meta["impure"] = True
+
+
+def _drop_idle_dropout(graph: Graph) -> None:
+    """Dropout that drops nothing is no operator: sums may pass where it stood."""
+    for node in list(graph.nodes):
+        if node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _used_after(node: Node, point: Node, order: dict[Node, int]) -> bool:
+    return any(order[user] > order[point] for user in node.users)
+
+
+def _aliases(node: Node) -> set[Node]:
+    """Every node that may share memory with this one."""
+    family, stack = set(), [node]
+    while stack:
+        current = stack.pop()
+        if current in family:
+            continue
+        family.add(current)
+        if _is_view(current) or _mutated(current) is not None:
+            stack += [a for a in current.all_input_nodes[:1]]
+        stack += [u for u in current.users if (_is_view(u) and u.all_input_nodes[0] is current) or _mutated(u) is current]
+    return family
+
+
+def _constant(node: Any, root: GraphModule) -> torch.Tensor | None:
+    while isinstance(node, Node) and node.target in (aten.lift_fresh_copy.default, aten.detach.default):
+        node = node.args[0]
+    if isinstance(node, Node) and node.op == "get_attr":
+        value = getattr(root, str(node.target), None)
+        return value if isinstance(value, torch.Tensor) and type(value) is torch.Tensor else None
+    return None
+
+
+def _slice_constant_indices(root: GraphModule) -> None:
+    """``x[..., [-2], :]`` picks consecutive indices known now: as a slice, a packed dimension can follow it."""
+    for node in list(root.graph.nodes):
+        if node.target is not aten.index.Tensor:
+            continue
+        indices = node.args[1]
+        given = [(d, i) for d, i in enumerate(indices) if i is not None]
+        value = _constant(given[0][1], root) if len(given) == 1 else None
+        if value is None or value.ndim != 1 or value.dtype == torch.bool or value.numel() == 0:
+            continue
+        dim, size = given[0][0], node.args[0].meta["val"].shape[given[0][0]]
+        if not isinstance(size, int):
+            continue
+        picks = [i % size for i in value.tolist()]
+        if picks != list(range(picks[0], picks[0] + len(picks))):
+            continue
+        node.target = aten.slice.Tensor
+        node.args = (node.args[0], dim, picks[0], picks[-1] + 1)

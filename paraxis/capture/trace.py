@@ -1,0 +1,100 @@
+"""Capturing a graph with ``torch.compile``'s frontend."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch.fx import GraphModule
+
+from .whole import mark_whole
+
+
+class CaptureError(RuntimeError):
+    """The model cannot be captured as one graph."""
+
+
+class _Captured(Exception):
+    """Raised instead of running the graph when only the graph was wanted."""
+
+
+def entry(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What is compiled: the model's call, hooks included, with the caller's tensors marked."""
+    return mark_whole(model._call_impl(*args, **kwargs))
+
+
+def entry_sharded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The same for callers who asked for results as they are, sharded or not."""
+    return model._call_impl(*args, **kwargs)
+
+
+_serial = itertools.count()
+
+
+def fresh_entry(gather_outputs: bool = True) -> Callable[..., Any]:
+    """The entry point under a code object of its own: Dynamo keeps its caches and limits per code object."""
+    function = entry if gather_outputs else entry_sharded
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
+    return types.FunctionType(code, function.__globals__, code.co_name)
+
+
+def ignore_loggers() -> None:
+    """Tell Dynamo to leave out logger calls: a warning inside ``forward`` must not break the graph."""
+    names = ("debug", "info", "warning", "warning_once", "warning_advice", "info_once", "error")
+    methods = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+    for option in ("ignore_logging_functions", "ignore_logger_methods"):
+        if hasattr(dynamo.config, option):
+            getattr(dynamo.config, option).update(methods)
+            return
+
+
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], on_graph: Callable[[GraphModule, list[Any]], None]
+) -> None:
+    """Capture ``model(*args, **kwargs)`` without running it and hand the graph to ``on_graph``.
+
+    Raises:
+        CaptureError: with the line of the model's source where capture stopped.
+    """
+
+    def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        on_graph(graph_module, example_inputs)
+
+        def stop(*_: Any) -> None:
+            raise _Captured
+
+        return stop
+
+    ignore_loggers()
+    compiled = torch.compile(fresh_entry(), fullgraph=True, backend=backend, dynamic=False)
+    try:
+        compiled(model, *args, **kwargs)
+    except _Captured:
+        return
+    except dynamo.exc.BackendCompilerFailed as error:
+        raise (error.inner_exception if isinstance(error.inner_exception, Exception) else error) from None
+    except (dynamo.exc.TorchDynamoException, dynamo.exc.UserError) as error:
+        raise CaptureError(describe(error, model)) from error
+
+
+def describe(error: BaseException, model: nn.Module) -> str:
+    """One paragraph that names the model's source line at which Dynamo gave up."""
+    text = str(error)
+    reason = text.strip().split("\n")[0]
+    stack = getattr(error, "real_stack", None) or []
+    frames = [f for f in stack if "paraxis" not in f.filename]
+    where = ""
+    if frames:
+        last = frames[-1]
+        where = f' at {last.filename}:{last.lineno} in {last.name}: "{(last.line or "").strip()}"'
+    return (
+        f"{type(model).__name__} cannot be captured as one graph{where}. {reason}. "
+        "Paraxis needs a forward without data-dependent Python control flow; change that line, or capture the model "
+        "in another mode (for example .eval())."
+    )

@@ -1,0 +1,52 @@
+"""The command line, `paraxis`.
+
+One module per command, each with a function `command`; a new one is added to `COMMANDS` and nowhere else.
+Nothing here imports torch before a command runs, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+
+from paraxis.cli import demo
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "demo": demo.command,
+}
+
+app = typer.Typer(
+    name="paraxis",
+    help="Makes any PyTorch model tensor-parallel by itself.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"paraxis {version('paraxis')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """Makes any PyTorch model tensor-parallel by itself."""
+
+
+for _name, _command in COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def main() -> None:
+    """The entry point of the console script."""
+    app()

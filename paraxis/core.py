@@ -1,0 +1,152 @@
+"""What a parallelization carries around: its options, its runtime context, and what is known of each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.fx import GraphModule
+
+from .placement import Placement
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+@dataclass(frozen=True)
+class HashableSlice:
+    """A slice that can be a dictionary key."""
+
+    start: int | None = None
+    stop: int | None = None
+    step: int | None = None
+
+    def to_slice(self) -> slice:
+        return slice(self.start, self.stop, self.step)
+
+
+@dataclass
+class ParameterSlice:
+    """A piece of a tensor in the checkpoint: ``index`` on dimension ``ParameterMeta.dim`` of tensor ``source``."""
+
+    source: str | None = None
+    index: slice | None = None
+
+
+@dataclass(eq=False)
+class ParameterMeta:
+    """What is known of one parameter, before and after it has storage.
+
+    It travels with the parameter (``param.meta_info``) and is compared by identity: the compiled code is guarded on
+    *which* parameter it sees, so a plan may still fill in the placement after the first capture.
+
+    Attributes:
+        name: Its first qualified name in the model.
+        shape: The global shape.
+        dtype: The dtype it will have.
+        is_tied: Whether several modules share it.
+        is_parallel: Whether it is split over the ranks.
+        is_modified_meta: Whether the plan has fixed its placement.
+        need_initialize: Whether it still has to be loaded or initialized.
+        init_fn: Initialization function; overrides ``Config.weight_init_fn``.
+        dim: The dimension that ``mapping`` slices.
+        mapping: From slices of the local shard, along ``dim``, to slices of tensors in the checkpoint.
+        placement: Where its elements live; ``None`` until the plan is solved.
+        source: A materialized tensor to slice it from, for modules that came with their weights.
+    """
+
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    is_tied: bool = False
+    is_parallel: bool = False
+    is_modified_meta: bool = False
+    need_initialize: bool = False
+    init_fn: Callable[..., Any] | None = None
+    dim: int = 0
+    mapping: dict[HashableSlice, ParameterSlice] = field(default_factory=dict)
+    placement: Placement | None = None
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    source: torch.Tensor | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterMeta:
+        # Dynamo copies the metadata it guards on; identity must survive that.
+        return self
+
+
+@dataclass
+class ParallelExecutionCtx:
+    """The runtime side of a parallelization: where it runs and what it has made so far.
+
+    Attributes:
+        tp_group: The tensor-parallel process group; a one-dimensional ``DeviceMesh`` (``mesh["tp"]``) is taken too.
+        current_device: The device of this process.
+        example_inputs: The inputs the last graph was captured with.
+        parallel_layer_cache: Parallel layers by the parameters and flags they were made for.
+        param_cache: Parameters by name.
+        weight_map: Parameter name to the file that holds it.
+        last_optimized_graph_module: The local program of the last compilation.
+        compile_times: How many graphs were compiled for execution.
+        plan: The solved plan, once there is one.
+    """
+
+    tp_group: dist.ProcessGroup
+    current_device: torch.device
+    example_inputs: list[Any] = field(default_factory=list)
+    parallel_layer_cache: dict[Any, nn.Module] = field(default_factory=dict)
+    param_cache: dict[str, nn.Parameter] = field(default_factory=dict)
+    weight_map: dict[str, str] = field(default_factory=dict)
+    last_optimized_graph_module: GraphModule | None = None
+    compile_times: int = 0
+    plan: Plan | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.tp_group, DeviceMesh):
+            if self.tp_group.ndim != 1:
+                raise ValueError(
+                    f"tp_group is a DeviceMesh with {self.tp_group.ndim} dimensions "
+                    f"{self.tp_group.mesh_dim_names}; pass one of them, for example mesh['tp']."
+                )
+            self.tp_group = self.tp_group.get_group()
+        self.current_device = torch.device(self.current_device)
+
+    @property
+    def rank(self) -> int:
+        """This process's rank within the tensor-parallel group."""
+        return dist.get_rank(self.tp_group)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks a tensor is split over."""
+        return dist.get_world_size(self.tp_group)
+
+
+@dataclass
+class Config:
+    """Options that do not change at run time.
+
+    Attributes:
+        lint_and_recompile: Lint and recompile the graph after every pass.
+        clean_markers_after_all_passes: Remove the analysis results from ``node.meta`` when the pipeline is done.
+        weight_init_fn: Initializes weights that no checkpoint provides; called as ``weight_init_fn(tensor)``.
+        enable_sequence_parallel: Shard the regions between parallel layers on the sequence.
+        gather_outputs: Whether tensors returned to the caller are made whole.
+        init_seed: Seed of the initialization of weights; ``None`` takes torch's current seed of the first rank.
+        show_progress: Show a progress bar while loading, on the first rank.
+        sync_timeout: Seconds the ranks wait for one another before a compilation is given up as diverged.
+    """
+
+    lint_and_recompile: bool = True
+    clean_markers_after_all_passes: bool = True
+    weight_init_fn: Callable[..., Any] = partial(nn.init.normal_, std=0.02)
+    enable_sequence_parallel: bool = False
+    gather_outputs: bool = True
+    init_seed: int | None = None
+    show_progress: bool = True
+    sync_timeout: float = 120.0

@@ -1,0 +1,214 @@
+"""Collectives on local tensors: what the differentiable ones are made of.
+
+They are torch's functional collectives, which a compiler can trace and a ``fake`` process group can run,
+made to fail in plain words. None of them changes its input, none of them is differentiable, and on a single
+rank all of them return the input itself.
+
+How long a rank waits for the others is the timeout of the process group
+(``init_process_group(timeout=...)``). With gloo a failure is raised by the collective that failed; NCCL runs
+asynchronously, and its own watchdog reports it unless ``TORCH_NCCL_BLOCKING_WAIT=1``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Concatenate, Literal, ParamSpec
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_group, _resolve_process_group
+
+from ..errors import CollectiveError
+from ..placement import ensure_divisibility
+
+_ops = torch.ops._c10d_functional
+
+ReduceOp = Literal["sum", "max", "min"]
+
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+"""Dtypes that backends refuse or, for bool, add up wrongly, and the dtype that carries them without loss."""
+
+
+# -- counting -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class CollectiveCount:
+    """How often each collective ran, and how many bytes the whole tensors had that they dealt with."""
+
+    counts: dict[str, int] = field(default_factory=Counter)
+    bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """The number of collectives of all kinds."""
+        return sum(self.counts.values())
+
+
+_counters: list[CollectiveCount] = []
+
+
+@contextmanager
+def count_collectives() -> Iterator[CollectiveCount]:
+    """Count the collectives of this process while active. Those inside compiled code are not seen."""
+    counter = CollectiveCount()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        # By identity: nested counters may be equal.
+        _counters[:] = [c for c in _counters if c is not counter]
+
+
+def _count(name: str, tensor: torch.Tensor, world: int) -> None:
+    size = tensor.numel() * tensor.element_size() * (world if name == "all_gather" else 1)
+    for counter in _counters:
+        counter.counts[name] = counter.counts.get(name, 0) + 1
+        counter.bytes += size
+
+
+# -- what every collective does around its own work ---------------------------------------------------------
+
+
+def _failure(name: str, tensor: torch.Tensor, group: dist.ProcessGroup, error: Exception) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    rank, world = group.rank(), group.size()
+    outer = "" if world == dist.get_world_size() else f" (global rank {dist.get_rank()})"
+    return (
+        f"rank {rank} of {world}{outer}: {name} of a {dtype} tensor of shape {tuple(tensor.shape)} failed: "
+        f"{str(error).rstrip('. ')}. The ranks may be running different programs (other inputs, another "
+        "branch), or a rank has died; look for the first error on the other ranks. If they are only slow, "
+        "raise the timeout of the process group."
+    )
+
+
+P = ParamSpec("P")
+Collective = Callable[Concatenate[torch.Tensor, "dist.ProcessGroup | None", P], torch.Tensor]
+
+
+def _collective(
+    function: Callable[Concatenate[torch.Tensor, dist.ProcessGroup, P], torch.Tensor],
+) -> Collective[P]:
+    """Skip single ranks, carry odd dtypes in wider ones, count, and explain failures.
+
+    A compiler sees none of the last two: they are of no use in a graph and could break it.
+    """
+    name = function.__name__
+
+    @functools.wraps(function)
+    def run(
+        tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *args: P.args, **kwargs: P.kwargs
+    ) -> torch.Tensor:
+        if group is None:
+            group = _get_default_group()
+        if group.size() == 1:
+            return tensor
+        wider = _WIDER.get(tensor.dtype)
+        if torch.compiler.is_compiling():
+            if wider is not None:
+                return function(tensor.to(wider), group, *args, **kwargs).to(tensor.dtype)
+            return function(tensor, group, *args, **kwargs)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{name} is not differentiable, but its input requires a gradient: use one of the "
+                "differentiable functions of paraxis.distributed, or detach the tensor. (In a backward pass "
+                "with create_graph=True this says that second derivatives are not available here.)"
+            )
+        if _counters:
+            _count(name, tensor, group.size())
+        try:
+            if wider is not None:
+                return function(tensor.to(wider), group, *args, **kwargs).to(tensor.dtype)
+            return function(tensor, group, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise CollectiveError(_failure(name, tensor, group, error)) from error
+
+    return run  # type: ignore[return-value]
+
+
+_backends: dict[tuple[str, str], str] = {}
+
+
+@torch.compiler.assume_constant_result
+def _backend(group_name: str, device_type: str) -> str:
+    """The backend that serves tensors of this device, for those that lack a collective."""
+    key = (group_name, device_type)
+    if key not in _backends:
+        group = _resolve_process_group(group_name)  # type: ignore[arg-type]
+        _backends[key] = group._get_backend(torch.device(device_type)).name().lower()
+    return _backends[key]
+
+
+# -- the collectives ----------------------------------------------------------------------------------------
+
+
+@_collective
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp = "sum") -> torch.Tensor:
+    """The sum (or ``op``) over the ranks, elementwise, on every rank."""
+    return _ops.wait_tensor(_ops.all_reduce(tensor, op, group.group_name))
+
+
+@_collective
+def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) -> torch.Tensor:
+    """The tensors of all ranks, of equal shape, concatenated along ``dim`` in the order of the ranks."""
+    dim, world = dim % tensor.ndim, group.size()
+    if tensor.device.type != "cpu" and _backend(group.group_name, tensor.device.type) == "gloo":
+        # Gloo's functional all-gather takes the memory to be the host's, and crashes.
+        parts = [_ops.broadcast(tensor.contiguous(), rank, group.group_name) for rank in range(world)]
+        return torch.cat([_ops.wait_tensor(part) for part in parts], dim)
+    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(tensor.contiguous(), world, group.group_name))
+    if dim == 0:
+        return whole
+    # No copy if all dimensions before `dim` have size one, as in decoding a single token.
+    return whole.unflatten(0, (world, tensor.shape[0])).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+@_collective
+def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) -> torch.Tensor:
+    """This rank's chunk, along ``dim``, of the sum over the ranks. The chunks are even."""
+    dim, world = dim % tensor.ndim, group.size()
+    ensure_divisibility(tensor.shape[dim], world, dim=f"dimension {dim} of a reduce_scatter")
+    if _backend(group.group_name, tensor.device.type) in ("gloo", "mpi"):
+        # These have none, or one that is an all-reduce inside.
+        summed = _ops.wait_tensor(_ops.all_reduce(tensor, "sum", group.group_name))
+        return split(summed, group, dim).contiguous()
+    if dim != 0:
+        tensor = tensor.unflatten(dim, (world, tensor.shape[dim] // world)).movedim(dim, 0).flatten(0, 1)
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(tensor.contiguous(), "sum", world, group.group_name))
+
+
+@_collective
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> torch.Tensor:
+    """The tensor of rank ``src`` of the group, on every rank. All pass one of the same shape and dtype."""
+    return _ops.wait_tensor(_ops.broadcast(tensor.contiguous(), src, group.group_name))
+
+
+def split(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, dim: int = -1) -> torch.Tensor:
+    """This rank's chunk along ``dim``, as a view, without communication. The chunks are even."""
+    if group is None:
+        group = _get_default_group()
+    world = group.size()
+    if world == 1:
+        return tensor
+    ensure_divisibility(tensor.shape[dim], world, dim=f"dimension {dim} of a split")
+    size = tensor.shape[dim] // world
+    return tensor.narrow(dim, group.rank() * size, size)
+
+
+scatter = split
+"""Split by its name among the collectives: to scatter what every rank has needs no communication."""

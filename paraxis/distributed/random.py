@@ -1,0 +1,32 @@
+"""Random numbers that agree where tensors are replicated and differ where they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .collectives import broadcast
+
+
+class RandomState:
+    """One stream of seeds, the same on all ranks, from which every random operator of a model draws its own.
+
+    The first rank's seed decides, so the ranks agree without the user seeding anything.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = dist.get_rank(group)
+        self.device = device
+        seed = torch.tensor([torch.initial_seed() % (1 << 62)], dtype=torch.int64, device=device)
+        self.generator = torch.Generator().manual_seed(int(broadcast(seed, group).item()))
+
+    def run(self, function: Callable[..., Any], sharded: bool, *args: Any, **kwargs: Any) -> Any:
+        """Call a random operator; ``sharded`` says whether each rank draws for its own part."""
+        seed = int(torch.randint(1 << 62, (), generator=self.generator))
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed((seed + 7919 * (self.rank + 1)) % (1 << 62) if sharded else seed)
+            return function(*args, **kwargs)

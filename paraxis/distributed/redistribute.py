@@ -1,0 +1,260 @@
+"""Moving a tensor from one placement to another: the local halves and the collectives, each with its conjugate.
+
+Every function here takes a *local* tensor and its placement. The differentiable ones follow the gradient convention of
+:mod:`paraxis.placement`; their docstrings give forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..placement import REPLICATE, Layout, Partial, Placement, Replicate, Shard, local_index, local_shape
+from .collectives import all_gather, all_reduce, reduce_scatter
+
+# -- plain functions -----------------------------------------------------------------------------------------------
+
+
+def slice_dim(tensor: torch.Tensor, dim: int, layout: Layout, rank: int) -> torch.Tensor:
+    """The indices of ``dim`` that ``rank`` holds. The dimension may repeat the layout any number of times."""
+    size, ranges, period = tensor.shape[dim], layout.ranges[rank], layout.period
+    repeats = size // period
+    if repeats == 1 or not ranges:
+        spans = ranges
+    elif len(ranges) == 1 and ranges[0] == (0, period):
+        return tensor
+    else:
+        rows = tensor.unflatten(dim, (repeats, period))
+        parts = [rows.narrow(dim + 1, a, b - a) for a, b in ranges]
+        return (torch.cat(parts, dim + 1) if len(parts) > 1 else parts[0]).flatten(dim, dim + 1)
+    parts = [tensor.narrow(dim, a, b - a) for a, b in spans]
+    if not parts:
+        return tensor.narrow(dim, 0, 0)
+    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+
+
+def slice_box(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor:
+    """The part of a whole tensor that ``rank`` holds."""
+    if isinstance(placement, Shard):
+        for dim, layout in placement.layouts:
+            tensor = slice_dim(tensor, dim, layout, rank)
+    return tensor
+
+
+def _boxes(placement: Shard, shape: Sequence[int], world: int) -> list[tuple[torch.Tensor, ...]]:
+    """For every rank the open mesh of indices of its box, to index a whole tensor with."""
+    boxes = []
+    for rank in range(world):
+        ranges = local_index(placement, shape, rank)
+        dims = [torch.cat([torch.arange(a, b) for a, b in r]) if r else torch.arange(0) for r in ranges]
+        boxes.append(torch.meshgrid(*dims, indexing="ij") if len(dims) > 1 else (dims[0],))
+    return boxes
+
+
+def gather_box(
+    local: torch.Tensor, placement: Placement, shape: Sequence[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """The whole tensor from everybody's shards. A collective."""
+    if not isinstance(placement, Shard) or not placement.layouts:
+        return all_reduce(local, group) if isinstance(placement, Partial) else local
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    if world == 1:
+        return local
+    shape = tuple(int(n) for n in shape)
+    if len(placement.layouts) == 1:
+        dim, layout = placement.layouts[0]
+        if layout.is_even and layout.contiguous(shape[dim]):
+            return all_gather(local, group, dim)
+    shapes = [local_shape(placement, shape, r) for r in range(world)]
+    sizes = [int(torch.Size(s).numel()) for s in shapes]
+    flat = local.reshape(-1)
+    if sizes[rank] < max(sizes):
+        flat = torch.nn.functional.pad(flat, (0, max(sizes) - sizes[rank]))
+    pieces = all_gather(flat, group, 0).split(max(sizes))
+    if len(placement.layouts) == 1:
+        dim, layout = placement.layouts[0]
+        return _assemble(pieces, sizes, shapes, dim, layout, shape)
+    whole = local.new_empty(shape)
+    for piece, size, s, box in zip(pieces, sizes, shapes, _boxes(placement, shape, world), strict=True):
+        whole[tuple(i.to(whole.device) for i in box)] = piece[:size].view(s)
+    return whole
+
+
+def _assemble(
+    pieces: Sequence[torch.Tensor],
+    sizes: list[int],
+    shapes: list[tuple[Any, ...]],
+    dim: int,
+    layout: Layout,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """Put shards of one dimension, in any layout, into their places."""
+    whole = pieces[0].new_empty(shape)
+    for rank, piece in enumerate(pieces):
+        shard, offset = piece[: sizes[rank]].view(shapes[rank]), 0
+        for start, stop in layout.expand(shape[dim], rank):
+            whole.narrow(dim, start, stop - start).copy_(shard.narrow(dim, offset, stop - start))
+            offset += stop - start
+    return whole
+
+
+def sum_copies(
+    local: torch.Tensor, placement: Shard, shape: Sequence[int], group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Add up what the ranks that hold the same elements have for them. A collective."""
+    if dist.get_world_size(group) == 1:
+        return local
+    rank = dist.get_rank(group)
+    if not placement.layouts:
+        return all_reduce(local, group)
+    whole = local.new_zeros(tuple(int(n) for n in shape))
+    box = _boxes(placement, whole.shape, dist.get_world_size(group))[rank]
+    index = tuple(i.to(local.device) for i in box)
+    whole[index] = local
+    return all_reduce(whole, group)[index]
+
+
+def copies_of(placement: Placement, shape: Sequence[int], rank: int, device: torch.device) -> torch.Tensor | None:
+    """On how many ranks each element of the shard of ``rank`` lives; ``None`` if on this one only."""
+    if not isinstance(placement, Shard) or not placement.layouts or not placement.has_copies:
+        return None
+    count = torch.zeros(tuple(int(n) for n in shape))
+    boxes = _boxes(placement, count.shape, placement.world)
+    for box in boxes:
+        count[box] += 1
+    return count[boxes[rank]].to(device)
+
+
+# -- differentiable redistribution ---------------------------------------------------------------------------------
+
+
+class _Reduce(torch.autograd.Function):
+    """Partial to replicated. Forward all-reduce, backward nothing (Megatron's *g*)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _Share(torch.autograd.Function):
+    """Replicated to shared. Forward nothing, backward all-reduce (Megatron's *f*)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _Unshare(torch.autograd.Function):
+    """Shared to replicated. Forward nothing; backward each rank takes an equal part of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.world = dist.get_world_size(group)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad / ctx.world, None
+
+
+class _Slice(torch.autograd.Function):
+    """Replicated to sharded. Forward takes the shard, backward gathers (and adds up copies)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, placement: Shard, group: Any) -> torch.Tensor:
+        ctx.placement, ctx.group, ctx.shape = placement, group, x.shape
+        return slice_box(x, placement, dist.get_rank(group)).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if not ctx.placement.has_copies:
+            return gather_box(grad.contiguous(), ctx.placement, ctx.shape, ctx.group), None, None
+        summed = sum_copies(grad, ctx.placement, ctx.shape, ctx.group)
+        return gather_box(summed, ctx.placement, ctx.shape, ctx.group), None, None
+
+
+class _Gather(torch.autograd.Function):
+    """Sharded to replicated. Forward gathers, backward takes the shard (copies share the gradient)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, placement: Shard, shape: Sequence[int], group: Any) -> torch.Tensor:
+        ctx.placement, ctx.group, ctx.shape = placement, group, tuple(shape)
+        return gather_box(x.contiguous(), placement, shape, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        rank = dist.get_rank(ctx.group)
+        local = slice_box(grad, ctx.placement, rank)
+        copies = copies_of(ctx.placement, ctx.shape, rank, grad.device)
+        return (local if copies is None else local / copies.to(local.dtype)), None, None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    """Partial to sharded. Forward reduce-scatter, backward gathers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, placement: Shard, group: Any) -> torch.Tensor:
+        ctx.placement, ctx.group, ctx.shape = placement, group, x.shape
+        if len(placement.layouts) == 1:
+            dim, layout = placement.layouts[0]
+            if layout.is_even and layout.contiguous(x.shape[dim]):
+                return reduce_scatter(x, group, dim)
+        return slice_box(all_reduce(x, group), placement, dist.get_rank(group)).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if ctx.placement.has_copies:
+            grad = sum_copies(grad, ctx.placement, ctx.shape, ctx.group)
+        return gather_box(grad.contiguous(), ctx.placement, ctx.shape, ctx.group), None, None
+
+
+class _Term(torch.autograd.Function):
+    """Replicated to partial. Forward the first rank keeps the value and the others have zero; backward nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        return x.view_as(x) if dist.get_rank(group) == 0 else torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+def redistribute(
+    x: torch.Tensor, source: Placement, target: Placement, shape: Sequence[Any], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """The local tensor of ``target`` from that of ``source``; differentiable. ``shape`` is the global shape."""
+    if source == target:
+        return x
+    if isinstance(target, Partial):
+        return _Term.apply(redistribute(x, source, REPLICATE, shape, group), group)  # type: ignore[no-any-return]
+    if isinstance(source, Replicate):
+        if isinstance(target, Shard) and target.layouts:
+            return _Slice.apply(x, target, group)  # type: ignore[no-any-return]
+        return _Share.apply(x, group)  # type: ignore[no-any-return]
+    if isinstance(source, Partial):
+        if isinstance(target, Shard) and target.layouts:
+            return _ReduceScatter.apply(x, target, group)  # type: ignore[no-any-return]
+        x = _Reduce.apply(x, group)
+    elif source.layouts:
+        # Sizes of unsharded dimensions are read off the tensor: they may be dynamic.
+        dims = source.dims
+        whole = [int(n) if d in dims else x.shape[d] for d, n in enumerate(shape)]
+        x = _Gather.apply(x, source, whole, group)
+    elif isinstance(target, Shard):
+        return slice_box(x, target, dist.get_rank(group))  # a shared tensor narrows by itself
+    else:
+        x = _Unshare.apply(x, group)
+    return redistribute(x, REPLICATE, target, shape, group)

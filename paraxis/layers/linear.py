@@ -1,0 +1,226 @@
+"""The two parallel linear layers. Paired, they need one all-reduce: column in, row out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..core import ParallelExecutionCtx
+from ..distributed import (
+    differentiable_all_gather_reduce_scatter,
+    differentiable_all_reduce_sum,
+    differentiable_identity,
+    differentiable_reduce_scatter_sum,
+    redistribute,
+)
+from ..distributed.redistribute import _Term, slice_dim
+from ..placement import REPLICATE, Layout, Placement, Shard, ensure_divisibility
+from ..sharded import ShardedTensor, unwrap
+
+SEQUENCE_DIM = -2
+"""Where activations [..., sequence, hidden] are split between the layers of a sequence-parallel model."""
+
+
+def layout_of(weight: torch.Tensor, dim: int, ctx: ParallelExecutionCtx, module: str, name: str) -> Layout:
+    """How ``weight`` is, or if it is still whole will be, split along ``dim``: a plain one evenly."""
+    world = ctx.world_size
+    if not isinstance(weight, ShardedTensor):
+        ensure_divisibility(weight.shape[dim], world, module, name)
+        return Layout.even(weight.shape[dim], world)
+    placement = weight.placement
+    if not isinstance(placement, Shard) or any(d != dim for d in placement.dims):
+        raise ValueError(
+            f"{module} takes a weight that is split on dimension {dim} ({name}) alone, but the weight of "
+            f"shape {tuple(weight.shape)} is placed as {placement}."
+        )
+    return placement.dims.get(dim) or Layout.full(world)
+
+
+def local_parameter(
+    parameter: torch.Tensor | None, dim: int | None, layout: Layout, ctx: ParallelExecutionCtx
+) -> nn.Parameter | None:
+    """The parameter that a layer registers.
+
+    A sharded one is taken as it is, the very same object, so that tied weights stay tied. Of a plain one
+    this rank's slice along ``dim`` is copied (all of it for ``None``), so that the whole can be freed.
+    """
+    if parameter is None or isinstance(parameter, ShardedTensor):
+        return parameter  # type: ignore[return-value]
+    whole = parameter.detach()
+    local = whole if dim is None else slice_dim(whole, dim, layout, ctx.rank)
+    return nn.Parameter(local.clone(memory_format=torch.contiguous_format), parameter.requires_grad)
+
+
+class LinearParameters(NamedTuple):
+    """What makes a linear layer. ``transposed``: the weight is [in, out], not ``nn.Linear``'s [out, in]."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    transposed: bool = False
+
+    @classmethod
+    def of(cls, linear: nn.Module | LinearParameters) -> LinearParameters:
+        """Those of a module. transformers' Conv1D has its weight [in, out], and is known by ``nf``."""
+        if isinstance(linear, LinearParameters):
+            return linear
+        weight = getattr(linear, "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+            raise TypeError(f"{type(linear).__name__} is not a linear layer: it has no two-dimensional weight.")
+        transposed = not isinstance(linear, nn.Linear) and hasattr(linear, "nf")
+        return cls(weight, getattr(linear, "bias", None), transposed)
+
+
+Layer = TypeVar("Layer", bound="_ParallelLinear")
+
+
+class _ParallelLinear(nn.Module):
+    """What column and row share: how their parameters are held, and how they say what they are."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    _flags: tuple[str, ...] = ()
+
+    def __init__(self, ctx: ParallelExecutionCtx, linear: nn.Module | LinearParameters, *, split_output: bool) -> None:
+        super().__init__()
+        weight, bias, self.transposed = LinearParameters.of(linear)
+        self.group, self.rank, self.world_size = ctx.tp_group, ctx.rank, ctx.world_size
+        self.in_features, self.out_features = weight.shape if self.transposed else weight.shape[::-1]
+        dim = int(split_output == self.transposed)
+        name = "the output dimension" if split_output else "the input dimension"
+        self.layout = layout_of(weight, dim, ctx, type(self).__name__, name)
+        self.register_parameter("weight", local_parameter(weight, dim, self.layout, ctx))
+        self.register_parameter("bias", local_parameter(bias, 0 if split_output else None, self.layout, ctx))
+
+    @classmethod
+    def from_parameters(
+        cls: type[Layer],
+        ctx: ParallelExecutionCtx,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        *,
+        transposed: bool = False,
+        **flags: bool,
+    ) -> Layer:
+        """The layer on these parameters, sharded or whole, without a module that they come from.
+
+        ``transposed`` says that the weight is [in, out]; ``flags`` are the constructor's.
+        """
+        return cls(ctx, LinearParameters(weight, bias, transposed), **flags)  # type: ignore[call-arg]
+
+    def _matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        weight = unwrap(self.weight)
+        return F.linear(x, weight.t() if self.transposed else weight, bias)
+
+    def _bias(self, target: Placement) -> torch.Tensor | None:
+        """The local bias of a sharded one, wherever the plan has put it."""
+        if not isinstance(self.bias, ShardedTensor):
+            return self.bias
+        return redistribute(unwrap(self.bias), self.bias.placement, target, self.bias.shape, self.group)
+
+    def extra_repr(self) -> str:
+        text = f"{self.in_features} -> {self.out_features}, bias={self.bias is not None}"
+        flags = "".join(f", {name}={getattr(self, name)}" for name in self._flags)
+        return f"{text}{flags}, rank={self.rank}/{self.world_size}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer whose weight is split on its output dimension.
+
+    Every rank has the whole input and computes its features of the output.
+
+    Args:
+        ctx: Where to run.
+        linear: An ``nn.Linear``, or transformers' ``Conv1D``, with plain parameters (of which the layer
+            copies this rank's slices) or sharded ones (which it takes as they are).
+        gather_output: Whether to return all features instead of this rank's.
+        sequence_parallel: Whether the input comes split on the sequence dimension (-2). It is gathered, and
+            its gradient is reduce-scattered.
+        copy_input: Whether the layer opens the parallel region itself, so that the parts of the gradient of
+            the input are summed here. With ``False`` whoever made the input does that, once for all layers
+            that read it.
+    """
+
+    _flags = ("gather_output", "sequence_parallel", "copy_input")
+
+    def __init__(
+        self,
+        ctx: ParallelExecutionCtx,
+        linear: nn.Module | LinearParameters,
+        gather_output: bool = True,
+        sequence_parallel: bool = False,
+        *,
+        copy_input: bool = True,
+    ) -> None:
+        super().__init__(ctx, linear, split_output=True)
+        self.gather_output = gather_output
+        self.sequence_parallel = sequence_parallel
+        self.copy_input = copy_input
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.copy_input:
+            if self.sequence_parallel:
+                input = differentiable_all_gather_reduce_scatter(input, self.group, SEQUENCE_DIM)
+            else:
+                input = differentiable_identity(input, self.group)
+        output = self._matmul(input, self._bias(Shard.of(0, self.layout)))
+        if not self.gather_output:
+            return output
+        placement = Shard.of(output.ndim - 1, self.layout)
+        return redistribute(output, placement, REPLICATE, (*output.shape[:-1], self.out_features), self.group)
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer whose weight is split on its input dimension.
+
+    Every rank multiplies its features of the input and the products are summed. The bias is whole.
+
+    Args:
+        ctx: Where to run.
+        linear: An ``nn.Linear``, or transformers' ``Conv1D``; see :class:`ColumnParallelLinear`.
+        input_is_parallel: Whether the input already is this rank's features; otherwise they are taken from
+            the whole.
+        sequence_parallel: Whether to return the sum split on the sequence dimension (-2), by a
+            reduce-scatter.
+        reduce_output: Whether to sum the products. With ``False`` this rank's term of the sum is returned,
+            and the bias is part of the first rank's.
+    """
+
+    _flags = ("input_is_parallel", "sequence_parallel", "reduce_output")
+
+    def __init__(
+        self,
+        ctx: ParallelExecutionCtx,
+        linear: nn.Module | LinearParameters,
+        input_is_parallel: bool = False,
+        sequence_parallel: bool = False,
+        *,
+        reduce_output: bool = True,
+    ) -> None:
+        super().__init__(ctx, linear, split_output=False)
+        if self.layout.has_copies:
+            raise ValueError(
+                "RowParallelLinear sums over the ranks, but some input features of its weight live on "
+                f"several of them ({self.in_features} split as {self.layout}) and would be counted twice."
+            )
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel = sequence_parallel
+        self.reduce_output = reduce_output
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.input_is_parallel:
+            placement = Shard.of(input.ndim - 1, self.layout)
+            input = redistribute(input, REPLICATE, placement, input.shape, self.group)
+        bias = self._bias(REPLICATE)
+        if not self.reduce_output:
+            return self._matmul(input, None if bias is None else _Term.apply(bias, self.group))
+        output = self._matmul(input)
+        if self.sequence_parallel:
+            output = differentiable_reduce_scatter_sum(output, self.group, SEQUENCE_DIM)
+            # Each rank adds it to its part of the sequence only: the gradient comes in parts.
+            bias = None if bias is None else differentiable_identity(bias, self.group)
+        else:
+            output = differentiable_all_reduce_sum(output, self.group)
+        return output if bias is None else output + bias

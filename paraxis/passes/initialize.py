@@ -1,0 +1,22 @@
+"""Giving every parameter its shard."""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule
+
+from ..core import Config, ParallelExecutionCtx
+from ..weights import materialize_parameters
+from .base import PassBase
+
+
+class InitializeOrLoadWeightsPass(PassBase):
+    """Load or initialize the parameters that the plan has placed and that have no storage yet.
+
+    Each rank reads only its slices of the checkpoint files (``ctx.weight_map``); what no file provides is initialized
+    with ``config.weight_init_fn`` so that the global weights do not depend on the number of ranks. Parameters that have
+    their shard are left alone, so later captures do nothing here.
+    """
+
+    def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
+        materialize_parameters(ctx, config)
+        return graph_module

@@ -1,0 +1,108 @@
+"""Recognising layers in the ATen graph: a matrix product or a look-up with a parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from ..placement import Partial, Replicate, Shard
+from ..rules import Strategy
+from ..solver import Solution, Step, Value
+from .solve import Solved
+
+aten = torch.ops.aten
+_TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.permute.default, aten.transpose.int, aten.mT.default}
+
+
+@dataclass(eq=False)
+class Layer:
+    """A layer of the model as the graph shows it.
+
+    ``transposed``: the weight is stored [in, out]. ``weight`` and ``bias`` are the parameter's nodes.
+    """
+
+    step: Step
+    kind: str  # "linear", "embedding" or "cross_entropy"
+    strategy: Strategy
+    data: Value
+    weight: Node | None = None
+    bias: Node | None = None
+    transposed: bool = False
+
+    @property
+    def axis(self) -> str | None:
+        """ "column", "row", "vocab", or None if it is computed whole."""
+        return self.strategy.kind or None
+
+
+def find_layers(solved: Solved) -> list[Layer]:
+    """Every Linear, Embedding and CrossEntropy of the program, in order."""
+    found = []
+    for step in solved.program.steps:
+        layer = _layer(step, solved)
+        if layer is not None:
+            found.append(layer)
+    return found
+
+
+def _layer(step: Step, solved: Solved) -> Layer | None:
+    if step.call is None:
+        return None
+    target, node = step.call.target, step.node
+    strategy = solved.solution.strategies[step]
+    if target is aten.cross_entropy_loss.default:
+        return Layer(step, "cross_entropy", strategy, step.inputs[0])
+    if target is aten.embedding.default:
+        weight, _ = _parameter(node.args[0], solved)
+        return Layer(step, "embedding", strategy, step.inputs[1], weight) if weight is not None else None
+    bias = None
+    if target is aten.linear.default:
+        x, w, flip = 0, node.args[1], False
+        bias = node.args[2] if len(node.args) > 2 else None
+    elif target is aten.addmm.default:
+        x, w, flip, bias = 1, node.args[2], True, node.args[0]
+    elif target in (aten.matmul.default, aten.mm.default):
+        x, w, flip = 0, node.args[1], True
+    else:
+        return None
+    weight, turned = _parameter(w, solved)
+    if weight is None or len(solved.parameters[weight].shape) != 2:
+        return None
+    owner = bias if isinstance(bias, Node) and bias in solved.parameters else None
+    return Layer(step, "linear", strategy, step.inputs[x], weight, owner, flip != turned)
+
+
+def _parameter(node: object, solved: Solved) -> tuple[Node | None, bool]:
+    """The parameter behind an operand, looking through a transpose."""
+    turned = False
+    while isinstance(node, Node) and node.target in _TRANSPOSES and node not in solved.parameters:
+        node, turned = node.args[0], not turned
+    return (node, turned) if isinstance(node, Node) and node in solved.parameters else (None, False)
+
+
+def uses(solved: Solved) -> dict[Value, list[tuple[Step | None, int]]]:
+    """For every value the steps that take it, with the position; None stands for the return."""
+    result: dict[Value, list[tuple[Step | None, int]]] = {}
+    for step in solved.program.steps:
+        for i, value in enumerate(step.inputs):
+            result.setdefault(value, []).append((step if step.call is not None else None, i))
+    return result
+
+
+def is_gathered(value: Value, solution: Solution, users: dict[Value, list[tuple[Step | None, int]]]) -> bool:
+    """Whether somebody needs a sharded value whole, looking through operators on it alone (a cast, a scaling)."""
+    for step, i in users.get(value, []):
+        if step is None:
+            if isinstance(solution.results[i], Replicate):
+                return True
+            continue
+        strategy = solution.strategies[step]
+        need = strategy.inputs[i]
+        if isinstance(need, Replicate) or (isinstance(need, Shard) and not need.layouts):
+            return True
+        if len(step.inputs) == 1 and not isinstance(need, Partial):
+            if any(is_gathered(out, solution, users) for out in step.outputs):
+                return True
+    return False

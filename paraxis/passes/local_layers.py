@@ -1,0 +1,105 @@
+"""Making the parallel layer that stands for a layer of the model in the local program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.fx import Node
+
+from ..core import ParallelExecutionCtx
+from ..layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelCrossEntropyLoss,
+    VocabParallelEmbedding,
+)
+from ..placement import Shard
+from ..rules import Strategy
+from ..sharded import ShardedTensor
+from .layers import Layer
+from .solve import Solved
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def make_layer(
+    layer: Layer, strategy: Strategy, solved: Solved, ctx: ParallelExecutionCtx
+) -> tuple[str, nn.Module] | None:
+    """(path, module), or None where the operator itself does: a whole layer, or a weight that is no parameter.
+
+    A layer is made once: later captures find it in ``ctx.parallel_layer_cache``. Its collectives are off, since the
+    rewriter places them where they are needed.
+    """
+    if layer.kind == "cross_entropy":
+        return _loss(layer, strategy, ctx)
+    if not strategy.kind:
+        return None
+    weight = _parameter(layer.weight, solved, ctx)
+    bias = _parameter(layer.bias, solved, ctx)
+    takes_bias = len(layer.step.inputs) > 2
+    if weight is None or (takes_bias and bias is None) or not _splits(weight, layer, strategy):
+        return None
+    assert layer.weight is not None
+    path = solved.parameters[layer.weight].name.rpartition(".")[0] or "layer"
+    key: Any
+    if layer.kind == "embedding":
+        args = layer.step.node.args
+        padding = args[2] if len(args) > 2 and args[2] != -1 else None
+        if (len(args) > 3 and args[3]) or (len(args) > 4 and args[4]) or strategy.kind != "vocab":
+            return None
+        key = (id(weight), "vocab", padding)
+        if key not in ctx.parallel_layer_cache:
+            ctx.parallel_layer_cache[key] = VocabParallelEmbedding.from_parameters(
+                ctx, weight, padding, reduce_output=False
+            )
+        return path, ctx.parallel_layer_cache[key]
+    key = (id(weight), id(bias), strategy.kind, layer.transposed)
+    if key not in ctx.parallel_layer_cache:
+        if strategy.kind == "column":
+            ctx.parallel_layer_cache[key] = ColumnParallelLinear.from_parameters(
+                ctx, weight, bias, transposed=layer.transposed, gather_output=False, copy_input=False
+            )
+        else:
+            ctx.parallel_layer_cache[key] = RowParallelLinear.from_parameters(
+                ctx, weight, bias, transposed=layer.transposed, input_is_parallel=True, reduce_output=False
+            )
+    return path, ctx.parallel_layer_cache[key]
+
+
+def _parameter(node: Node | None, solved: Solved, ctx: ParallelExecutionCtx) -> nn.Parameter | None:
+    """The sharded parameter behind a node; None for plain tensors, which come in as inputs."""
+    if node is None or solved.parameters[node].meta is None:
+        return None
+    found = ctx.param_cache.get(solved.parameters[node].name)
+    return found if isinstance(found, ShardedTensor) else None  # type: ignore[return-value]
+
+
+def _splits(weight: nn.Parameter, layer: Layer, strategy: Strategy) -> bool:
+    """Whether the parameter is stored the way the strategy uses it (and not gathered for it first)."""
+    placement = weight.placement  # type: ignore[attr-defined]
+    if not isinstance(placement, Shard) or len(placement.layouts) != 1:
+        return False
+    dim = placement.layouts[0][0]
+    expected = 0 if layer.kind == "embedding" else int((strategy.kind == "row") != layer.transposed)
+    return dim == expected
+
+
+def _loss(layer: Layer, strategy: Strategy, ctx: ParallelExecutionCtx) -> tuple[str, nn.Module] | None:
+    node, call = layer.step.node, layer.step.call
+    assert call is not None
+    if strategy.kind != "vocab" or len(call.inputs) > 2:
+        return None if strategy.kind != "vocab" else _unsupported(node)
+    logits = call.inputs[0]
+    size = logits.shape[0 if logits.ndim == 1 else 1]
+    reduction, ignore, smoothing = call.arg(3, "reduction", 1), call.arg(4, "ignore_index", -100), call.arg(5, "label_smoothing", 0.0)
+    key = ("loss", size, reduction, ignore, smoothing)
+    if key not in ctx.parallel_layer_cache:
+        ctx.parallel_layer_cache[key] = VocabParallelCrossEntropyLoss(
+            ctx, ignore_index=ignore, reduction=_REDUCTIONS[reduction], label_smoothing=smoothing, vocab_size=size
+        )
+    return "loss", ctx.parallel_layer_cache[key]
+
+
+def _unsupported(node: Node) -> None:
+    raise AssertionError(f"{node}: the loss rule offered a strategy that has no layer")

@@ -1,0 +1,85 @@
+"""Finding the parameters among the inputs of a captured graph."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from ..core import ParallelExecutionCtx, ParameterMeta
+from ..placement import Placement
+from ..sharded import ShardedTensor, ShardSpec
+
+
+@dataclass(eq=False)
+class ParameterInput:
+    """A captured node that is a parameter."""
+
+    node: Node
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    meta: ParameterMeta | None
+    """Its metadata if it is a sharded parameter; a plain tensor has none."""
+
+    @property
+    def placement(self) -> Placement | None:
+        return self.meta.placement if self.meta is not None else None
+
+
+def find_parameters(graph_module: GraphModule, ctx: ParallelExecutionCtx) -> list[ParameterInput]:
+    """The parameters of a captured graph, whether they are placeholders or attributes."""
+    found = []
+    placeholders = [n for n in graph_module.graph.nodes if n.op == "placeholder"]
+    real = ctx.example_inputs if len(ctx.example_inputs or []) == len(placeholders) else [None] * len(placeholders)
+    for node, example in zip(placeholders, real, strict=True):
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if isinstance(value, torch.Tensor) and _is_parameter(node, value, example):
+            found.append(_input(node, _name(node, value), value))
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            value = _attribute(graph_module, str(node.target))
+            if isinstance(value, nn.Parameter):
+                found.append(_input(node, str(node.target), value))
+    return found
+
+
+def sharded_inputs(graph_module: GraphModule) -> dict[Node, Placement]:
+    """Placeholders that come in sharded and are not parameters: caches from an earlier call."""
+    result = {}
+    for node in graph_module.graph.nodes:
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if node.op == "placeholder" and isinstance(value, ShardedTensor) and isinstance(value._spec, ShardSpec):
+            result[node] = value._spec.placement
+    return result
+
+
+def _is_parameter(node: Node, value: torch.Tensor, example: Any) -> bool:
+    if isinstance(value, ShardedTensor):
+        return isinstance(value._spec, ParameterMeta)
+    return isinstance(example, nn.Parameter) or isinstance(value, nn.Parameter) or "_parameters_" in str(node.target)
+
+
+def _input(node: Node, name: str, value: torch.Tensor) -> ParameterInput:
+    meta = value._spec if isinstance(value, ShardedTensor) and isinstance(value._spec, ParameterMeta) else None
+    return ParameterInput(node, name, tuple(value.shape), value.dtype, value.requires_grad, meta)
+
+
+def _name(node: Node, value: torch.Tensor) -> str:
+    """The qualified name: from the metadata, or read off the placeholder that Dynamo named after its source."""
+    if isinstance(value, ShardedTensor) and isinstance(value._spec, ParameterMeta) and value._spec.name:
+        return value._spec.name
+    path, _, leaf = str(node.target).rpartition("_parameters_")
+    modules = re.split(r"_modules_", path)[1:] if "_modules_" in path else [path]
+    return ".".join([*modules, leaf.rstrip("_")]) if leaf else str(node.target)
+
+
+def _attribute(root: Any, path: str) -> Any:
+    for part in path.split("."):
+        root = getattr(root, part, None)
+    return root

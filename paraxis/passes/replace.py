@@ -1,0 +1,145 @@
+"""Replacing: from the solution to the local program of this rank."""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule
+
+from ..core import Config, ParallelExecutionCtx
+from ..placement import REPLICATE, Partial, Replicate, Shard, local_shape
+from ..plan import LayerPlan, Plan
+from ..rules import rule_for
+from ..sharded import ShardedTensor
+from ..solver import Value
+from .annotate import ParallelLayerAnnotatePass
+from .base import PassBase
+from .layers import find_layers
+from .rewrite import Rewriter, module_of
+from .solve import RESULT, Solved
+
+
+class ParallelLayerReplacePass(PassBase):
+    """Rewrite the captured global program into the one this rank runs.
+
+    Linears, embeddings and the loss become parallel layers, every edge whose placements differ a redistribution, and
+    sizes written into the program (a number of heads in a view) become local. The first time, the parameters get their
+    placements, and the plan is written down; later captures find both fixed. Layers come from
+    ``ctx.parallel_layer_cache``, so no parameter is ever made twice.
+    """
+
+    def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
+        solved: Solved | None = graph_module.meta.get(RESULT)
+        if solved is None:
+            raise RuntimeError("ParallelLayerReplacePass needs a solution: run ParallelAxisSolverPass first")
+        self._place_parameters(solved, ctx)
+        rewriter = Rewriter(solved, ctx, grad=torch.is_grad_enabled())
+        local = rewriter.run()
+        if ctx.plan is None:
+            ctx.plan = make_plan(solved, ctx, rewriter)
+        return local
+
+    def _place_parameters(self, solved: Solved, ctx: ParallelExecutionCtx) -> None:
+        for node, parameter in solved.parameters.items():
+            meta = parameter.meta
+            if meta is None or meta.placement is not None:
+                continue
+            placement = solved.solution.parameters.get(Value(node), REPLICATE)
+            if isinstance(placement, Partial) or (isinstance(placement, Shard) and not placement.layouts):
+                placement = REPLICATE
+            meta.placement, meta.group, meta.is_modified_meta = placement, ctx.tp_group, True
+            meta.is_parallel = isinstance(placement, Shard)
+            if isinstance(placement, Shard):
+                meta.dim = placement.layouts[0][0]
+        for value in ctx.example_inputs or []:
+            if isinstance(value, ShardedTensor) and getattr(value._spec, "name", None):
+                ctx.param_cache.setdefault(value._spec.name, value)  # type: ignore[union-attr,arg-type]
+        for value in ctx.param_cache.values():
+            spec = getattr(value, "_spec", None)
+            if spec is not None and spec.placement is None:  # the captured forward does not use it
+                spec.placement, spec.group, spec.is_modified_meta = REPLICATE, ctx.tp_group, True
+
+
+def make_plan(solved: Solved, ctx: ParallelExecutionCtx, rewriter: Rewriter) -> Plan:
+    """Write the solution down in terms of the model."""
+    plan = Plan(ctx.world_size, cost=solved.solution.cost, optimal=solved.solution.optimal)
+    used = {p.name: Value(node) for node, p in solved.parameters.items()}
+    shapes = {p.name: p.shape for p in solved.parameters.values()}
+    placements = {p.name: solved.solution.parameters.get(Value(n), REPLICATE) for n, p in solved.parameters.items()}
+    for name, parameter in ctx.param_cache.items():
+        shapes.setdefault(name, tuple(parameter.shape))
+        placements.setdefault(name, REPLICATE)
+    for name, placement in placements.items():
+        whole = not isinstance(placement, Shard) or not placement.layouts
+        plan.add_parameter(name, REPLICATE if whole else placement, shapes[name], ctx.rank)
+        if whole:
+            plan.replicated.append((name, _reason(name, shapes[name], used, solved)))
+    plan.collectives = rewriter.collectives
+    plan.layers = [_layer_plan(layer, solved, ctx) for layer in find_layers(solved)]
+    plan.gathered = _gathered(solved)
+    return plan
+
+
+def _layer_plan(layer: object, solved: Solved, ctx: ParallelExecutionCtx) -> LayerPlan:
+    from .layers import Layer
+
+    assert isinstance(layer, Layer)
+    origin = layer.step.node.meta.get("origin")
+    meta = origin.meta if origin is not None else {}
+    fields = {name: meta.get(name) for name in ParallelLayerAnnotatePass.FIELDS}
+    if layer.weight is None:
+        call = layer.step.call
+        assert call is not None
+        shape = tuple(n if isinstance(n, int) else -1 for n in call.inputs[0].shape)
+        placement = layer.strategy.inputs[0]
+        name = module_of(layer.step.node) or layer.kind
+    else:
+        parameter = solved.parameters[layer.weight]
+        shape, name = parameter.shape, parameter.name.rpartition(".")[0]
+        placement = solved.solution.parameters[Value(layer.weight)]
+    return LayerPlan(
+        name=name,
+        kind=layer.kind,
+        axis=fields["axis"],
+        gather_output=bool(fields["gather_output"]),
+        input_is_parallel=bool(fields["input_is_parallel"]),
+        sequence_parallel=bool(fields["sequence_parallel"]),
+        global_shape=shape,
+        local_shape=local_shape(placement, shape, ctx.rank),
+    )
+
+
+def _reason(name: str, shape: tuple[int, ...], used: dict[str, Value], solved: Solved) -> str:
+    """Why a parameter stays whole."""
+    if name not in used:
+        return "not used by the forward that was planned"
+    if len(shape) < 2:
+        return "a vector, used with whole activations: splitting it saves little and would cost a collective"
+    value = used[name]
+    users = [step for step in solved.program.steps if value in step.inputs and step.call is not None]
+    for step in users:
+        if step.call is not None and rule_for(step.call.target) is None:
+            return f"no rule for {step.call.target} on a sharded tensor"
+    for dim, size in enumerate(shape):
+        structure = solved.candidates.structures(value, dim, size)[0]
+        if all(n == unit for n, unit in structure) and solved.program.world > 1:
+            parts = " + ".join(str(n) for n, _ in structure)
+            return f"dimension {dim} is used in whole units of {parts}, which cannot be split"
+    return "every way to split it costs more"
+
+
+def _gathered(solved: Solved) -> list[tuple[str, str]]:
+    """Where a tensor that was sharded had to be made whole because nothing is known of the operator."""
+    notes = []
+    produced = {
+        value: placement
+        for step, strategy in solved.solution.strategies.items()
+        for value, placement in zip(step.outputs, strategy.outputs, strict=True)
+    }
+    for step, strategy in solved.solution.strategies.items():
+        if step.call is None or (rule_for(step.call.target) is not None and not step.impure):
+            continue
+        taken = [produced.get(v, REPLICATE) for v in step.inputs]
+        if any(not isinstance(p, Replicate) for p in taken):
+            why = "writes into memory that others see" if step.impure else "no rule"
+            notes.append((module_of(step.node), f"{step.call.target} on a sharded tensor: {why}, computed whole"))
+    return notes

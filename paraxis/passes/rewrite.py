@@ -1,0 +1,353 @@
+"""Rewriting the global program into the local one.
+
+The solution says, for every operator, the placements of its inputs and outputs. The rewriter goes through the ATen graph
+once, keeps for every value the versions of it that exist (as it was made, gathered, shared, ...), makes a missing version
+by a redistribution, and emits each operator with local sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from ..capture import whole_op
+from ..core import ParallelExecutionCtx
+from ..distributed.random import RandomState
+from ..distributed.redistribute import redistribute
+from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
+from ..plan import CollectivePlan
+from ..rules import Strategy
+from ..sharded import unwrap, wrap
+from ..solver import Step, Value
+from ..solver.program import is_tensor, tensor_of, value_of
+from .layers import Layer, find_layers
+from .local_layers import make_layer
+from .solve import Solved
+
+aten = torch.ops.aten
+
+
+class Rewriter:
+    """Builds the local program of one rank from a solved graph."""
+
+    def __init__(self, solved: Solved, ctx: ParallelExecutionCtx, grad: bool) -> None:
+        self.solved, self.ctx, self.grad = solved, ctx, grad
+        self.group, self.rank = ctx.tp_group, ctx.rank
+        self.root = nn.Module()
+        self.graph = Graph(self.root)
+        self.home: dict[Value, Placement] = {}
+        self.versions: dict[Value, dict[Placement, Node]] = {}
+        self.nodes: dict[Node, Node] = {}
+        self.steps = {step.node: step for step in solved.program.steps}
+        self.layers = {layer.step: layer for layer in find_layers(solved)}
+        self.collectives: list[CollectivePlan] = []
+        self._current: Node | None = None
+        self._random: RandomState | None = None
+
+    def run(self) -> GraphModule:
+        """The local program, with the placeholders of the captured graph."""
+        for node in self.solved.aten.graph.nodes:
+            self._current = node
+            emit: Callable[[Node], None] = getattr(self, f"_emit_{node.op}")
+            emit(node)
+        module = GraphModule(self.root, self.graph, class_name="LocalProgram")
+        module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or _impure(n))
+        module.recompile()
+        return module
+
+    # -- leaves ------------------------------------------------------------------------------------------------
+
+    def _emit_placeholder(self, node: Node) -> None:
+        origin = node.meta["origin"]
+        new = self.graph.placeholder(str(origin.target))
+        self.nodes[node] = new
+        if not is_tensor(node):
+            return
+        value, placement = Value(node), REPLICATE
+        parameter = self.solved.parameters.get(node)
+        if parameter is not None and parameter.meta is not None:
+            placement = self.solved.solution.parameters.get(value, REPLICATE)
+            new = self.graph.call_function(unwrap, (new,))
+        elif value in self.solved.program.placements:
+            placement = self.solved.program.placements[value]
+            new = self.graph.call_function(unwrap, (new,))
+        self._define(value, placement, new)
+
+    def _emit_get_attr(self, node: Node) -> None:
+        name = str(node.target)
+        value = tensor_of(node)
+        owner = self.solved.aten
+        for part in name.split("."):
+            owner = getattr(owner, part)
+        setattr(self.root, name.replace(".", "_"), owner)
+        new = self.graph.get_attr(name.replace(".", "_"))
+        self.nodes[node] = new
+        if isinstance(value, torch.Tensor):
+            self._define(Value(node), REPLICATE, new)
+
+    # -- operators ---------------------------------------------------------------------------------------------
+
+    def _emit_call_function(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            return  # results are taken apart where they are made
+        step = self.steps.get(node)
+        if step is not None:
+            self._emit_step(step, self.solved.solution.strategies[step])
+        elif node.target is aten.sym_size.int and is_tensor(node.args[0]):
+            self.nodes[node] = self._global_size(value_of(node.args[0]), int(node.args[1]))  # type: ignore[arg-type]
+        else:
+            args, kwargs = self._plain((node.args, node.kwargs))
+            self.nodes[node] = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
+            if "grad_enabled" in str(node.target):
+                self._forget_versions()
+
+    def _emit_step(self, step: Step, strategy: Strategy) -> None:
+        locals_ = [self.fetch(v, p) for v, p in zip(step.inputs, strategy.inputs, strict=True)]
+        if step.node.target is whole_op:  # it has done its work: the value is whole
+            self.nodes[step.node] = locals_[0]
+            self._define(step.outputs[0], strategy.outputs[0], locals_[0])
+            return
+        layer = self.layers.get(step)
+        new = self._emit_layer(layer, strategy) if layer is not None else None
+        if new is None:
+            new = self._emit_operator(step, strategy, locals_)
+        new.meta.update({k: v for k, v in step.node.meta.items() if k in ("stack_trace", "nn_module_stack", "val")})
+        new.meta["placement"] = strategy.outputs
+        self.nodes[step.node] = new
+        several = isinstance(step.node.meta["val"], (tuple, list))
+        tensors = [i for i, v in enumerate(step.node.meta["val"]) if isinstance(v, torch.Tensor)] if several else [0]
+        for value, position, placement in zip(step.outputs, tensors, strategy.outputs, strict=True):
+            item = self.graph.call_function(operator.getitem, (new, position)) if several else new
+            self._define(value, placement, item)
+
+    def _emit_operator(self, step: Step, strategy: Strategy, locals_: list[Node]) -> Node:
+        taken = iter(locals_)
+
+        def local(arg: Any) -> Any:
+            return next(taken) if is_tensor(arg) else self.nodes[arg] if isinstance(arg, Node) else arg
+
+        args = torch.fx.map_arg(step.node.args, local)
+        kwargs = torch.fx.map_arg(step.node.kwargs, local)
+        target: Any = step.node.target
+        if target is aten.view.default:
+            target = aten.reshape.default  # a gathered or sliced tensor may not be contiguous
+        args, kwargs = list(args), dict(kwargs)
+        if strategy.localize is not None:
+            target, args, kwargs = strategy.localize(target, args, kwargs, self.rank)
+        if is_random(step.node):
+            if self._random is None:
+                self._random = RandomState(self.group, self.ctx.current_device)
+            target = named(_seeded(self._random, target, strategy.is_sharded), f"random_{_name(target)}")
+        elif not isinstance(target, torch._ops.OpOverload) and hasattr(target, "__name__"):
+            target = named(target, target.__name__)
+        return self.graph.call_function(target, tuple(args), kwargs)
+
+    def _emit_layer(self, layer: Layer, strategy: Strategy) -> Node | None:
+        """A call of the parallel layer, with the input it needs; None if it has to stay an operator."""
+        made = make_layer(layer, strategy, self.solved, self.ctx)
+        if made is None:
+            return None
+        path, module = made
+        while hasattr(self.root, "_used") and path in self.root._used and self.root._used[path] is not module:
+            path += "_"
+        used = self.root.__dict__.setdefault("_used", {})
+        used[path] = module
+        _add_submodule(self.root, path, module)
+        i = layer.step.inputs.index(layer.data)
+        args = [self.fetch(layer.data, strategy.inputs[i])]
+        if layer.kind == "cross_entropy":
+            args.append(self.fetch(layer.step.inputs[1], strategy.inputs[1]))
+        return self.graph.call_module(path, tuple(args))
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def _emit_output(self, node: Node) -> None:
+        results = iter(self.solved.solution.results)
+
+        def leave(arg: Node) -> Any:
+            if not is_tensor(arg):
+                return self.nodes[arg]
+            value, placement = value_of(arg), next(results)
+            local = self.fetch(value, placement)
+            if not isinstance(placement, Shard):
+                return local
+            shape = tuple(n if isinstance(n, int) else None for n in tensor_of_value(value).shape)
+            return self.graph.call_function(_wrapper(placement, shape, self.group), (local,))
+
+        self.graph.output(torch.fx.map_arg(node.args[0], leave))
+
+    # -- versions ----------------------------------------------------------------------------------------------
+
+    def _define(self, value: Value, placement: Placement, node: Node) -> None:
+        self.home[value] = placement
+        self.versions[value] = {placement: node}
+
+    def _forget_versions(self) -> None:
+        """A version made while gradients were off must not be used where they are on."""
+        for value, placement in self.home.items():
+            self.versions[value] = {placement: self.versions[value][placement]}
+
+    def fetch(self, value: Value, need: Placement) -> Node:
+        """The local tensor of a value in a placement, redistributed if it does not exist yet."""
+        versions = self.versions[value]
+        if need in versions:
+            return versions[need]
+        source = REPLICATE if REPLICATE in versions else self.home[value]
+        direct = isinstance(source, Replicate) or (isinstance(source, Partial) and _splits(need))
+        shared = isinstance(source, Shard) and not source.layouts
+        if need != REPLICATE and not direct and not (shared and need != PARTIAL):
+            self.fetch(value, REPLICATE)
+            return self.fetch(value, need)
+        node = versions[source]
+        if not self._is_free(value, source, need):
+            node = self.graph.call_function(self._redistribution(value, source, need), (node,))
+            node.meta["placement"] = (need,)
+        versions[need] = node
+        return node
+
+    def _is_free(self, value: Value, source: Placement, need: Placement) -> bool:
+        """Replicated and shared differ in their gradients only."""
+        both = {type(source), type(need)} == {Replicate, Shard} and not _splits(source) and not _splits(need)
+        fake = tensor_of_value(value)
+        return both and not (self.grad and (fake.dtype.is_floating_point or fake.dtype.is_complex))
+
+    def _redistribution(self, value: Value, source: Placement, need: Placement) -> Callable[..., Any]:
+        fake = tensor_of_value(value)
+        shape = tuple(n if isinstance(n, int) else None for n in fake.shape)
+        kind = _collective(source, need)
+        if kind in ("all_reduce", "all_gather", "reduce_scatter"):
+            self.collectives.append(
+                CollectivePlan(kind, module_of(self._current), shape, str(fake.dtype).removeprefix("torch."))
+            )
+        group = self.group
+
+        def move(x: torch.Tensor) -> torch.Tensor:
+            return redistribute(x, source, need, shape, group)
+
+        return named(move, kind)
+
+    def _global_size(self, value: Value, dim: int) -> Node:
+        """The global size of a dimension, from the local tensor."""
+        placement = self.home[value]
+        local = self.graph.call_function(aten.sym_size.int, (self.versions[value][placement], dim))
+        layout = placement.dims.get(dim) if isinstance(placement, Shard) else None
+        if layout is None:
+            return local
+        held = layout.local_size(layout.period, self.rank)
+        repeats = self.graph.call_function(operator.floordiv, (local, held))
+        return self.graph.call_function(operator.mul, (repeats, layout.period))
+
+    def _plain(self, tree: Any) -> Any:
+        """Arguments of a node that is no operator on tensors, or needs them whole."""
+        return torch.fx.map_arg(
+            tree, lambda n: self.fetch(value_of(n), REPLICATE) if is_tensor(n) else self.nodes[n]
+        )
+
+
+# -- small helpers ---------------------------------------------------------------------------------------------
+
+
+def _splits(placement: Placement) -> bool:
+    return isinstance(placement, Shard) and bool(placement.layouts)
+
+
+def _collective(source: Placement, need: Placement) -> str:
+    """What a redistribution is called."""
+    if isinstance(source, Partial):
+        return "reduce_scatter" if _splits(need) else "all_reduce"
+    if _splits(source):
+        return "all_gather"
+    if _splits(need):
+        return "take_shard"
+    return "first_rank_only" if isinstance(need, Partial) else "share" if isinstance(need, Shard) else "unshare"
+
+
+def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function under a readable name in the generated code."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = "paraxis"
+    return call
+
+
+def _name(target: Any) -> str:
+    return target._schema.name.split("::")[1] if hasattr(target, "_schema") else getattr(target, "__name__", "function")
+
+
+def _seeded(state: RandomState, target: Any, sharded: bool) -> Callable[..., Any]:
+    return lambda *args, **kwargs: state.run(target, sharded, *args, **kwargs)
+
+
+def _wrapper(placement: Shard, shape: tuple[int | None, ...], group: Any) -> Callable[..., Any]:
+    def keep_sharded(local: torch.Tensor) -> torch.Tensor:
+        dims = placement.dims
+        rank = torch.distributed.get_rank(group)
+        size = []
+        for d, n in enumerate(local.shape):
+            layout = dims.get(d)
+            whole = shape[d]
+            if layout is None:
+                size.append(n)
+            else:
+                size.append(whole if whole is not None else n * layout.period // layout.local_size(layout.period, rank))
+        return wrap(local, placement, size, group)
+
+    return named(keep_sharded, "keep_sharded")
+
+
+def is_random(node: Node) -> bool:
+    """Whether the operator draws random numbers in this call."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if target is aten.dropout.default:
+        return bool(node.args[2]) and node.args[1] != 0
+    if target is aten.scaled_dot_product_attention.default:
+        dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return dropout != 0
+    return True
+
+
+def _impure(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    return "grad_enabled" in str(target)
+
+
+def _add_submodule(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, leaf = path.split(".")
+    for part in parents:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    root.add_module(leaf, module)
+
+
+def tensor_of_value(value: Value) -> Any:
+    """The fake tensor of a value."""
+    result = tensor_of(value.node)
+    if isinstance(result, (tuple, list)):
+        return [t for t in result if isinstance(t, torch.Tensor)][value.index]
+    return result
+
+
+def module_of(node: Node | None) -> str:
+    """The module a node came from, as the user names it."""
+    origin = node.meta.get("origin") if node is not None else None
+    stack = (origin.meta.get("nn_module_stack") if origin is not None else None) or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = path.split("]", 1)[1] if path.startswith("L[") else path
+    return path.lstrip(".")

@@ -1,0 +1,109 @@
+"""Solving: from a captured graph to a placement for every tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+
+from ..capture import simplify, to_aten, whole_op
+from ..core import Config, ParallelExecutionCtx
+from ..placement import Replicate
+from ..solver import Candidates, CostModel, Program, Solution, Step, search
+from .base import AnalyzeBase
+from .divisibility import check_divisibility
+from .parameters import ParameterInput, find_parameters, sharded_inputs
+
+RESULT = "paraxis_solution"
+"""Where the pass leaves its result: ``graph_module.meta[RESULT]``."""
+
+
+@dataclass(eq=False)
+class Solved:
+    """Everything the later passes need."""
+
+    aten: GraphModule
+    program: Program
+    solution: Solution
+    candidates: Candidates
+    parameters: dict[Node, ParameterInput] = field(default_factory=dict)
+    """By node of the ATen graph."""
+    keep_sharded: bool = True
+
+
+class ParallelAxisSolverPass(AnalyzeBase):
+    """Find the cheapest placement of every tensor in the graph.
+
+    The captured graph is decomposed to ATen operators, of which a rule says how placements pass through them, and
+    searched (see :mod:`paraxis.solver.search`). Parameters that an earlier capture has placed keep their placement. The
+    captured graph itself is not changed; the result is kept with it for the passes that follow, and every captured
+    node that a placement was found for gets it as a marker (field ``placement``).
+
+    Not its job: deciding *whether* to parallelize, or over how many ranks.
+    """
+
+    def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
+        if config.enable_sequence_parallel:
+            raise ValueError(
+                "enable_sequence_parallel=True is not supported yet: activations between parallel layers are "
+                "replicated. Leave it at False."
+            )
+        captured = find_parameters(graph_module, ctx)
+        self._check_known(captured, ctx)
+        aten = simplify(to_aten(graph_module))
+        by_origin = {p.node: p for p in captured}
+        parameters: dict[Node, ParameterInput] = {}
+        fixed = {}
+        caches = sharded_inputs(graph_module)
+        for node in aten.graph.nodes:
+            if node.op not in ("placeholder", "get_attr"):
+                continue
+            origin = node.meta.get("origin")
+            if origin in by_origin:
+                parameters[node] = by_origin[origin]
+                placement = by_origin[origin].placement
+                if placement is not None:
+                    fixed[node] = placement
+            elif origin in caches:
+                fixed[node] = caches[origin]
+        names = {node: p.name for node, p in parameters.items()}
+        marked = any(n.target is whole_op for n in aten.graph.nodes)
+        program = Program(aten, names, fixed, ctx.world_size)
+        keep = marked or not config.gather_outputs
+        solution, candidates = search(program, CostModel(world=ctx.world_size), keep_sharded=keep)
+        solved = Solved(aten, program, solution, candidates, parameters, keep)
+        check_divisibility(solved.program, solution, candidates, names)
+        graph_module.meta[RESULT] = solved
+        self._mark(solution.strategies, graph_module)
+        return graph_module
+
+    def _check_known(self, captured: list[ParameterInput], ctx: ParallelExecutionCtx) -> None:
+        """After the first compilation every parameter has been seen; a new one has no place in the plan."""
+        if ctx.plan is None:
+            return
+        unknown = [p for p in captured if p.name not in ctx.param_cache or (p.meta and p.placement is None)]
+        unknown += [
+            p for p in captured if p not in unknown and p.meta is not None and _is_other(p, ctx.param_cache.get(p.name))
+        ]
+        if unknown:
+            changed = ", ".join(f"{p.name} {p.shape}" for p in unknown[:8])
+            raise RuntimeError(
+                f"illegal path for recompilation: the model now has parameters that the plan does not know: {changed}. "
+                "Parameters are created and placed once, by parallelize_model; change the model before that call, or "
+                "call parallelize_model again on the changed model."
+            )
+
+    def _mark(self, strategies: dict[Step, object], graph_module: GraphModule) -> None:
+        self.clean_all(graph_module)
+        for step, strategy in strategies.items():
+            origin = step.node.meta.get("origin")
+            outputs = getattr(strategy, "outputs", ())
+            if origin is not None and outputs:
+                origin.meta[self.meta_key()] = {
+                    "placement": outputs[0],
+                    "parallel": not isinstance(outputs[0], Replicate),
+                }
+
+
+def _is_other(found: ParameterInput, known: object) -> bool:
+    return getattr(known, "_spec", found.meta) is not found.meta

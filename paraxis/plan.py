@@ -1,0 +1,206 @@
+"""The plan: what was decided for a model, as plain data, the same for every rank."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .placement import Placement, Replicate, from_json, local_shape, to_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass
+class LayerPlan:
+    """How one Linear, Embedding or CrossEntropy is run."""
+
+    name: str
+    kind: str
+    axis: str | None
+    gather_output: bool
+    input_is_parallel: bool
+    sequence_parallel: bool
+    global_shape: tuple[int, ...] = ()
+    local_shape: tuple[int, ...] = ()
+
+
+@dataclass
+class ParameterPlan:
+    """Where one parameter lives."""
+
+    placement: Placement
+    global_shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
+
+
+@dataclass
+class CollectivePlan:
+    """One collective of the forward program."""
+
+    kind: str
+    module: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+@dataclass
+class Plan:
+    """The solved plan of a model.
+
+    Attributes:
+        world_size: The number of ranks.
+        layers: The layers in the order of the program.
+        parameters: By name.
+        collectives: Those of the forward program, in order.
+        replicated: What stays whole, with the reason.
+        gathered: Operators for which a sharded tensor had to be made whole, with the reason.
+        cost: Seconds under the cost model.
+        optimal: Whether the search was exhaustive.
+    """
+
+    world_size: int
+    layers: list[LayerPlan] = field(default_factory=list)
+    parameters: dict[str, ParameterPlan] = field(default_factory=dict)
+    collectives: list[CollectivePlan] = field(default_factory=list)
+    replicated: list[tuple[str, str]] = field(default_factory=list)
+    gathered: list[tuple[str, str]] = field(default_factory=list)
+    cost: float = 0.0
+    optimal: bool = True
+
+    @property
+    def sharded_fraction(self) -> float:
+        """Parameter elements of one rank (the fullest) over all of them."""
+        total = sum(_numel(p.global_shape) for p in self.parameters.values())
+        most = max(
+            sum(_numel(local_shape(p.placement, p.global_shape, rank)) for p in self.parameters.values())
+            for rank in range(self.world_size)
+        )
+        return most / total if total else 1.0
+
+    def count(self) -> dict[str, int]:
+        """How many collectives of each kind the forward has."""
+        return dict(Counter(c.kind for c in self.collectives))
+
+    def add_parameter(self, name: str, placement: Placement, shape: Sequence[int], rank: int) -> None:
+        shape = tuple(shape)
+        self.parameters[name] = ParameterPlan(placement, shape, local_shape(placement, shape, rank))
+
+    # -- plain data --------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data; local shapes are those of the first rank, so that all ranks give the same."""
+        parameters = {
+            name: {
+                "placement": to_json(p.placement),
+                "global_shape": list(p.global_shape),
+                "local_shape": list(local_shape(p.placement, p.global_shape, 0)),
+            }
+            for name, p in self.parameters.items()
+        }
+        layers = []
+        for layer in self.layers:
+            data = asdict(layer)
+            known = self.parameters.get(f"{layer.name}.weight")
+            if known is not None:
+                data["local_shape"] = list(local_shape(known.placement, known.global_shape, 0))
+            layers.append({**data, "global_shape": list(layer.global_shape), "local_shape": list(data["local_shape"])})
+        return {
+            "world_size": self.world_size,
+            "layers": layers,
+            "parameters": parameters,
+            "sharded_fraction": self.sharded_fraction,
+            "collectives": [{**asdict(c), "shape": list(c.shape)} for c in self.collectives],
+            "replicated": [{"name": n, "reason": r} for n, r in self.replicated],
+            "gathered": [{"name": n, "reason": r} for n, r in self.gathered],
+            "cost": self.cost,
+            "optimal": self.optimal,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """The inverse of :meth:`to_json`."""
+        shapes = ("global_shape", "local_shape")
+        layers = [LayerPlan(**{**x, **{k: tuple(x[k]) for k in shapes}}) for x in data["layers"]]
+        parameters = {
+            name: ParameterPlan(from_json(p["placement"]), tuple(p["global_shape"]), tuple(p["local_shape"]))
+            for name, p in data["parameters"].items()
+        }
+        return cls(
+            world_size=data["world_size"],
+            layers=layers,
+            parameters=parameters,
+            collectives=[CollectivePlan(**{**c, "shape": tuple(c["shape"])}) for c in data["collectives"]],
+            replicated=[(x["name"], x["reason"]) for x in data["replicated"]],
+            gathered=[(x["name"], x["reason"]) for x in data["gathered"]],
+            cost=data["cost"],
+            optimal=data["optimal"],
+        )
+
+    def save(self, path: str) -> None:
+        with open(path, "w") as file:
+            json.dump(self.to_json(), file, indent=1)
+
+    @classmethod
+    def load(cls, path: str) -> Plan:
+        with open(path) as file:
+            return cls.from_json(json.load(file))
+
+    # -- text --------------------------------------------------------------------------------------------------
+
+    def table(self) -> Table:
+        """One row per kind of layer: repeated blocks are shown once, with their count."""
+        from rich.table import Table
+
+        rows: dict[tuple[Any, ...], list[str]] = {}
+        for layer in self.layers:
+            key = (_pattern(layer.name), layer.kind, layer.axis, layer.gather_output, layer.input_is_parallel)
+            rows.setdefault((*key, layer.global_shape, layer.local_shape), []).append(layer.name)
+        title = f"Plan for {self.world_size} ranks: {self.sharded_fraction:.1%} of the parameters on each"
+        table = Table(title=title, caption=self._caption(), caption_justify="left")
+        for column in ("layer", "×", "kind", "axis", "gathers", "input", "whole", "local"):
+            table.add_column(column, justify="right" if column == "×" else "left")
+        for (pattern, kind, axis, gather, parallel, whole, local), names in rows.items():
+            table.add_row(
+                pattern,
+                str(len(names)),
+                kind,
+                axis or "whole",
+                "yes" if gather else "",
+                "sharded" if parallel else "whole",
+                "×".join(map(str, whole)),
+                "×".join(map(str, local)),
+            )
+        return table
+
+    def _caption(self) -> str:
+        kinds = ", ".join(f"{n} {kind}" for kind, n in self.count().items()) or "none"
+        lines = [f"Collectives in one forward: {kinds}."]
+        matrices = [(n, r) for n, r in self.replicated if n in self.parameters and len(self.parameters[n].global_shape) > 1]
+        lines += [f"Whole: {name}: {reason}" for name, reason in _grouped(matrices)]
+        lines += [f"Gathered: {name}: {reason}" for name, reason in _grouped(self.gathered)]
+        return "\n".join(lines)
+
+
+def _grouped(items: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Equal notes on repeated blocks once."""
+    return list(dict.fromkeys((_pattern(name), reason) for name, reason in items))
+
+
+def _pattern(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def _numel(shape: Sequence[int]) -> int:
+    total = 1
+    for n in shape:
+        total *= n
+    return total
+
+
+def is_whole(placement: Placement) -> bool:
+    """Whether every rank holds all of it."""
+    return isinstance(placement, Replicate)

@@ -1,0 +1,72 @@
+"""Scaled dot-product attention as a whole operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..placement import REPLICATE, Layout, Placement, Shard
+from .base import Call, Given, Strategy, register
+
+aten = torch.ops.aten
+
+
+@register(aten.scaled_dot_product_attention.default)
+def attention(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Heads (and batch) side by side. With grouped queries, each rank needs the KV heads of its query heads."""
+    query, key = call.inputs[:2]
+    n = query.ndim
+    seen: set[tuple[Placement, ...]] = set()
+    for q, k in _pairs(given, n):
+        if not _aligned(q, k, query.shape, key.shape, n):
+            continue
+        inputs: list[Placement] = [q, k, k]
+        for mask in call.inputs[3:]:
+            lift = n - mask.ndim
+            box = {d - lift: x for d, x in q.layouts if d >= lift and mask.shape[d - lift] != 1}
+            inputs.append(Shard.of(box) if box else REPLICATE)
+        if tuple(inputs) not in seen:
+            seen.add(tuple(inputs))
+            yield Strategy(tuple(inputs), (q,))
+
+
+def _pairs(given: Sequence[Given], n: int) -> Iterable[tuple[Shard, Shard]]:
+    """Placements of query and key/value to try: as they are, or one following the other."""
+    batch = [p for p in given[:3] if isinstance(p, Shard) and all(d < n - 2 for d in p.dims)]
+    q = given[0] if given[0] in batch else None
+    for k in dict.fromkeys([p for p in given[1:3] if p in batch] + batch):
+        if isinstance(q, Shard) and isinstance(k, Shard):
+            yield q, k
+        if isinstance(k, Shard):
+            yield k, k
+
+
+def _aligned(q: Shard, k: Shard, q_shape: Sequence[int], k_shape: Sequence[int], n: int) -> bool:
+    """Whether each rank's query heads attend exactly to its KV heads."""
+    heads = n - 3
+    if {d: x for d, x in q.layouts if d != heads} != {d: x for d, x in k.layouts if d != heads}:
+        return False
+    if any(not q.dims[d].fits(q_shape[d]) for d in q.dims) or any(not k.dims[d].fits(k_shape[d]) for d in k.dims):
+        return False
+    lq, lk = q.dims.get(heads), k.dims.get(heads)
+    if lq is None and lk is None:
+        return True
+    if heads < 0 or not isinstance(q_shape[heads], int) or not isinstance(k_shape[heads], int):
+        return lq == lk
+    if q_shape[heads] == k_shape[heads]:
+        return lq == lk
+    return _same_groups(lq, lk, q_shape[heads], k_shape[heads])
+
+
+def _same_groups(lq: Layout | None, lk: Layout | None, nq: int, nk: int) -> bool:
+    world = (lq or lk).world  # type: ignore[union-attr]
+    for rank in range(world):
+        q_heads = [i for a, b in (lq.expand(nq, rank) if lq else ((0, nq),)) for i in range(a, b)]
+        k_heads = [i for a, b in (lk.expand(nk, rank) if lk else ((0, nk),)) for i in range(a, b)]
+        if not k_heads or len(q_heads) % len(k_heads):
+            return False
+        each = len(q_heads) // len(k_heads)
+        if any(k_heads[i // each] != head * nk // nq for i, head in enumerate(q_heads)):
+            return False
+    return True

@@ -1,0 +1,36 @@
+"""Operators that make tensors from nothing: every rank makes the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..capture.whole import whole_op
+from .base import Call, Given, Strategy, register
+
+aten = torch.ops.aten
+
+
+@register(
+    aten.arange,
+    aten.full,
+    aten.zeros,
+    aten.ones,
+    aten.empty,
+    aten.scalar_tensor,
+    aten.rand,
+    aten.randn,
+    aten.eye,
+    aten.linspace,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.new_empty,
+    aten.tril_indices,
+    aten.triu_indices,
+    whole_op,
+)
+def whole(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Nothing beyond the replicated strategy. For the results the caller reads, that is their meaning."""
+    return ()

@@ -1,0 +1,71 @@
+"""Look-ups: embedding tables, index, gather, scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
+from .base import FREE, Call, Given, Strategy, normalize_dim, register
+
+aten = torch.ops.aten
+
+
+@register(aten.embedding.default, free=True)
+def embedding(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """A table split by token id: each rank looks up its own ids and the results add up."""
+    table, ids = given
+    rows: list[Layout] = []
+    if table is FREE:
+        rows = list(call.layouts.get((0, 0), ()))
+    elif isinstance(table, Shard) and list(table.dims) == [0]:
+        rows = [table.dims[0]]
+    for layout in rows:
+        if layout.contiguous(call.inputs[0].shape[0]):
+            yield Strategy((Shard.of(0, layout), REPLICATE), (PARTIAL,), kind="vocab")
+    if isinstance(table, Shard) and list(table.dims) == [1]:
+        out = Shard.of(call.out.ndim - 1, table.dims[1])
+        yield Strategy((table, REPLICATE), (out,), kind="column")
+    if isinstance(ids, Shard):
+        yield Strategy((REPLICATE, ids), (ids,))
+
+
+@register(aten.index.Tensor)
+def index(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Dimensions of the source that no index touches keep their layouts."""
+    placement, indices = given[0], call.args[1]
+    if not isinstance(placement, Shard):
+        return
+    touched = [d for d, i in enumerate(indices) if i is not None]
+    if set(touched) & set(placement.dims):
+        return
+    adjacent = touched == list(range(touched[0], touched[-1] + 1))
+    result = max(indices[d].ndim for d in touched)
+    box: dict[int, Layout] = {}
+    for d, layout in placement.layouts:
+        before = sum(t < d for t in touched)
+        box[d - before + (result if (not adjacent or d > touched[0]) else 0)] = layout
+    yield Strategy((placement, *[REPLICATE] * (len(given) - 1)), (Shard.of(box),))
+
+
+@register(aten.index_select.default)
+def index_select(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Like index, on one dimension."""
+    placement, dim = given[0], normalize_dim(call.args[1], call.inputs[0].ndim)
+    if isinstance(placement, Shard) and dim not in placement.dims:
+        yield Strategy((placement, REPLICATE), (placement,))
+
+
+@register(aten.gather.default)
+def gather(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Both sharded alike on dimensions of the same size that are not gathered along."""
+    source, ids = call.inputs
+    dim = normalize_dim(call.args[1], source.ndim)
+    seen: set[Placement] = set()
+    for placement in given:
+        if not isinstance(placement, Shard) or dim in placement.dims or placement in seen:
+            continue
+        seen.add(placement)
+        if all(source.shape[d] == ids.shape[d] for d in placement.dims):
+            yield Strategy((placement, placement), (placement,))

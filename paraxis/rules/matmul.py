@@ -1,0 +1,113 @@
+"""Matrix products, and the linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
+from .base import FREE, Call, Given, Strategy, Tensor, register
+
+aten = torch.ops.aten
+
+
+@register(aten.linear.default, free=True)
+def linear(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """``x @ w.T + b``: column (w by output), row (w by input), or x by rows with w whole."""
+    bias = len(call.inputs) > 2
+    yield from _product(call, given, x=0, w=1, w_in=1, w_out=0, bias=2 if bias else None)
+
+
+@register(aten.addmm.default, free=True)
+def addmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """``b + x @ w``: a linear layer that stores its weight transposed."""
+    if call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1 or call.inputs[0].ndim != 1:
+        return
+    yield from _product(call, given, x=1, w=2, w_in=0, w_out=1, bias=0)
+
+
+def _product(
+    call: Call, given: Sequence[Given], x: int, w: int, w_in: int, w_out: int, bias: int | None
+) -> Iterable[Strategy]:
+    last = call.inputs[x].ndim - 1
+    out_last = call.out.ndim - 1
+
+    def strategy(px: Placement, pw: Placement, pb: Placement, out: Placement, kind: str = "") -> Strategy:
+        inputs: list[Placement] = [REPLICATE] * len(call.inputs)
+        inputs[x], inputs[w] = px, pw
+        if bias is not None:
+            inputs[bias] = pb
+        return Strategy(tuple(inputs), (out,), kind=kind)
+
+    for layout in _layouts(call, given, w, w_out):
+        column, vector = Shard.of(w_out, layout), Shard.of(0, layout)
+        yield strategy(REPLICATE, column, vector, Shard.of(out_last, layout), "column")
+    for layout in [*_given(given[x], last), *_layouts(call, given, w, w_in)]:
+        yield strategy(Shard.of(last, layout), Shard.of(w_in, layout), PARTIAL, PARTIAL, "row")
+    px = given[x]
+    if isinstance(px, Shard) and last not in px.dims:
+        yield strategy(px, REPLICATE, REPLICATE, px)
+
+
+def _given(placement: Given, dim: int) -> list[Layout]:
+    """The layout an activation already has on ``dim``, if that is all that is sharded."""
+    if isinstance(placement, Shard) and list(placement.dims) == [dim]:
+        return [placement.dims[dim]]
+    return []
+
+
+def _layouts(call: Call, given: Sequence[Given], index: int, dim: int) -> list[Layout]:
+    """How a weight may be split on ``dim``: as it is, or any candidate while it is free."""
+    if given[index] is FREE:
+        return list(call.layouts.get((index, dim), ()))
+    return _given(given[index], dim)
+
+
+@register(aten.matmul.default, aten.mm.default, aten.bmm.default)
+def matmul(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Batch dimensions side by side, rows of the left, columns of the right, or the contraction, as partial sums."""
+    left, right = call.inputs
+    if left.ndim < 1 or right.ndim < 2:
+        return
+    n = call.out.ndim
+    for side, placement in enumerate(given):
+        if not isinstance(placement, Shard) or len(placement.layouts) != 1:
+            continue
+        dim, layout = placement.layouts[0]
+        yield from _matmul_dim(left, right, n, side, dim, layout)
+
+
+def _matmul_dim(left: Tensor, right: Tensor, n: int, side: int, dim: int, layout: Layout) -> Iterable[Strategy]:
+    contract = (left.ndim - 1, right.ndim - 2)
+    if dim == contract[side]:
+        inputs = (Shard.of(contract[0], layout), Shard.of(contract[1], layout))
+        yield Strategy(inputs, (PARTIAL,), kind="row")
+    elif side == 0 and dim == left.ndim - 2:
+        yield Strategy((Shard.of(dim, layout), REPLICATE), (Shard.of(n - 2, layout),))
+    elif side == 1 and dim == right.ndim - 1:
+        yield Strategy((REPLICATE, Shard.of(dim, layout)), (Shard.of(n - 1, layout),), kind="column")
+    else:
+        out = dim + n - (left, right)[side].ndim
+        yield Strategy((_batch(left, out, n, layout), _batch(right, out, n, layout)), (Shard.of(out, layout),))
+
+
+def _batch(tensor: Tensor, out_dim: int, n: int, layout: Layout) -> Placement:
+    """An operand's placement when the result is sharded on a batch dimension."""
+    dim = out_dim - (n - tensor.ndim)
+    if dim < 0 or tensor.shape[dim] == 1:
+        return REPLICATE
+    return Shard.of(dim, layout)
+
+
+@register(aten.baddbmm.default)
+def baddbmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """``beta * c + alpha * a @ b``: sharded on the batch."""
+    addend, left, right = call.inputs
+    for tensor, placement in zip(call.inputs, given, strict=True):
+        if not isinstance(placement, Shard) or len(placement.layouts) != 1:
+            continue
+        dim, layout = placement.layouts[0]
+        if dim == tensor.ndim - 3:
+            batch = [_batch(t, 0, 3, layout) for t in (addend, left, right)]
+            yield Strategy(tuple(batch), (Shard.of(0, layout),))

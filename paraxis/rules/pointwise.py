@@ -1,0 +1,104 @@
+"""Elementwise operators, with broadcasting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..placement import PARTIAL, REPLICATE, Placement, Shard
+from .base import Call, Given, Strategy, Tensor, is_partial, register
+
+aten = torch.ops.aten
+
+
+def _pointwise_ops() -> list[Any]:
+    """Every ATen operator that torch itself tags as pointwise, and the copies and casts that are too."""
+    found = []
+    for name in dir(aten):
+        packet = getattr(aten, name)
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            continue
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            if torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+                found.append(op)
+    return found
+
+
+_COPIES = [
+    aten.to,
+    aten._to_copy,
+    aten.type_as,
+    aten.contiguous,
+    aten.clone,
+    aten.alias,
+    aten.detach,
+    aten.lift_fresh_copy,
+    aten.dropout,
+    aten.feature_dropout,
+    aten.native_dropout,
+    aten.masked_fill,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.empty_like,
+    aten.rand_like,
+    aten.randn_like,
+    aten.bernoulli.default,
+    aten.bernoulli.p,
+]
+
+_LINEAR = {"to", "_to_copy", "contiguous", "clone", "alias", "detach", "lift_fresh_copy", "neg", "type_as"}
+"""Of one tensor: the operator of a sum is the sum of the operator."""
+
+
+@register(*_pointwise_ops(), *_COPIES, free=True)
+def pointwise(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Follow each sharded input; the others are brought to the same box, less the dimensions they broadcast."""
+    ndim = call.out.ndim
+    seen: set[Placement] = set()
+    for tensor, placement in zip(call.inputs, given, strict=True):
+        if not isinstance(placement, Shard):
+            continue
+        lift = ndim - tensor.ndim
+        out = Shard.of({d + lift: x for d, x in placement.layouts})
+        if out in seen or any(call.out.shape[d] != tensor.shape[d - lift] for d in out.dims):
+            continue
+        seen.add(out)
+        yield Strategy(tuple(restrict(out, t, ndim) for t in call.inputs), (out,) * len(call.outputs))
+    yield from _partial(call, given)
+
+
+def restrict(out: Shard, tensor: Tensor, ndim: int) -> Placement:
+    """The part of the output's box that an input with broadcast dimensions has."""
+    lift = ndim - tensor.ndim
+    box = Shard.of({d - lift: x for d, x in out.layouts if d >= lift and tensor.shape[d - lift] != 1})
+    return box if box.layouts or not out.layouts else REPLICATE
+
+
+def _partial(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Sums pass through linear operators."""
+    if not any(is_partial(p) for p in given) or not isinstance(call.target, torch._ops.OpOverload):
+        return
+    name = call.target._schema.name.removeprefix("aten::")
+    if name in ("add", "sub") and len(call.inputs) == 2:
+        yield Strategy((PARTIAL, PARTIAL), (PARTIAL,))
+    elif name in _LINEAR and len(call.inputs) == 1 and _keeps_precision(call):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    elif name in ("mul", "div") and len(call.inputs) == 1 and not call.kwargs.get("rounding_mode"):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    elif name in ("mul", "div") and len(call.inputs) == 2 and not call.kwargs.get("rounding_mode"):
+        if is_partial(given[0]):
+            yield Strategy((PARTIAL, REPLICATE), (PARTIAL,))
+        if is_partial(given[1]) and name == "mul":
+            yield Strategy((REPLICATE, PARTIAL), (PARTIAL,))
+
+
+def _keeps_precision(call: Call) -> bool:
+    """Terms of a sum must not be rounded before they are added."""
+    source, result = call.inputs[0].dtype, call.out.dtype
+    return source.is_floating_point and result.is_floating_point and result.itemsize >= source.itemsize
+
+

@@ -1,0 +1,120 @@
+"""Operators along some dimensions: reductions to fewer elements, and softmaxes, sorts and scans that keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ..placement import PARTIAL, Shard
+from .base import Call, Given, Strategy, is_partial, normalize_dim, register
+
+aten = torch.ops.aten
+
+
+def _dims(call: Call, position: int = 1) -> set[int]:
+    n = call.inputs[0].ndim
+    dims = call.arg(position, "dim")
+    if dims is None or dims == []:
+        return set(range(n))
+    return {normalize_dim(d, n) for d in ([dims] if isinstance(dims, int) else dims)}
+
+
+def _kept(placement: Shard, gone: set[int], keepdim: bool) -> Shard:
+    """The box after the dimensions ``gone`` were reduced."""
+    shift = (lambda d: d) if keepdim else (lambda d: d - sum(g < d for g in gone))
+    return Shard.of({shift(d): x for d, x in placement.layouts if d not in gone})
+
+
+def _keepdim(call: Call) -> bool:
+    return call.out.ndim == call.inputs[0].ndim
+
+
+@register(aten.sum, aten.mean)
+def linear_reduction(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Over a sharded dimension, a sum of the ranks' sums: only the small result is ever communicated."""
+    (placement,) = given
+    gone = _dims(call)
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if not isinstance(placement, Shard):
+        return
+    inside = gone & set(placement.dims)
+    if not inside:
+        yield Strategy((placement,), (_kept(placement, gone, _keepdim(call)),) * len(call.outputs))
+    elif inside == set(placement.dims) and not placement.has_copies:
+        count = prod(call.inputs[0].shape[d] for d in gone)
+        if isinstance(count, int):
+            local = partial(_local_mean, count=count) if call.target._schema.name == "aten::mean" else None
+            yield Strategy((placement,), (PARTIAL,), localize=local)
+
+
+def _mean_term(x: torch.Tensor, dims: Any = None, keepdim: bool = False, *, count: int, dtype: Any = None) -> Any:
+    """This rank's term of a mean over ``count`` elements of which it holds some."""
+    return torch.sum(x, dims, keepdim, dtype=dtype) / count if dims is not None else torch.sum(x, dtype=dtype) / count
+
+
+def _local_mean(
+    target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, count: int
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    return _mean_term, args, {**kwargs, "count": count}
+
+
+@register(
+    aten.amax,
+    aten.amin,
+    aten.any,
+    aten.all,
+    aten.argmax,
+    aten.argmin,
+    aten.max.dim,
+    aten.min.dim,
+    aten.prod,
+    aten.var,
+    aten.std,
+    aten.logsumexp,
+    aten.linalg_vector_norm.default,
+    aten.norm.ScalarOpt_dim,
+)
+def other_reduction(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Over dimensions that are not sharded."""
+    (placement,) = given
+    name = call.target._schema.name.removeprefix("aten::")
+    gone = _dims(call, 2 if name in ("linalg_vector_norm", "norm") else 1)
+    if isinstance(placement, Shard) and not gone & set(placement.dims):
+        yield Strategy((placement,), (_kept(placement, gone, _keepdim(call)),) * len(call.outputs))
+
+
+@register(
+    aten.softmax.int,
+    aten._softmax.default,
+    aten.log_softmax.int,
+    aten._log_softmax.default,
+    aten.cumsum.default,
+    aten.cumprod.default,
+    aten.flip.default,
+    aten.roll.default,
+)
+def along(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Each line along the dimension by itself; the other dimensions may be sharded."""
+    placement = given[0]
+    name = call.target._schema.name.removeprefix("aten::")
+    dims = _dims(call, 2 if name == "roll" else 1)
+    if isinstance(placement, Shard) and not dims & set(placement.dims):
+        yield Strategy((placement,), (placement,) * len(call.outputs))
+
+
+@register(aten.topk.default, aten.sort)
+def order(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Sorting along a dimension that is not sharded."""
+    (placement,) = given
+    name, n = call.target._schema.name.removeprefix("aten::"), call.inputs[0].ndim
+    if call.target is aten.sort.stable:
+        dim = call.kwargs.get("dim", -1)
+    else:
+        dim = call.arg(2 if name == "topk" else 1, "dim", -1)
+    if isinstance(placement, Shard) and normalize_dim(dim, n) not in placement.dims:
+        yield Strategy((placement,), (placement,) * len(call.outputs))

@@ -1,0 +1,197 @@
+"""Operators that cut a dimension into pieces or put pieces together: where packed layouts come from and go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..placement import PARTIAL, Layout, Placement, Shard
+from .base import Call, Given, Strategy, is_partial, normalize_dim, register
+
+aten = torch.ops.aten
+
+
+def pieces(call: Call) -> tuple[int, list[int]] | None:
+    """(dimension, sizes) of a split, chunk or tensor_split; None if sizes are symbolic."""
+    n = call.inputs[0].ndim
+    name = call.target._schema.name.removeprefix("aten::")
+    dim = normalize_dim(call.arg(2 if name != "unbind" else 1, "dim", 0), n)
+    sizes = [1 if name == "unbind" else out.shape[dim] for out in call.outputs]
+    return (dim, sizes) if all(isinstance(s, int) for s in sizes) else None
+
+
+@register(aten.split_with_sizes, aten.split, aten.chunk, aten.tensor_split, aten.unsafe_chunk, aten.unsafe_split)
+def split(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Each piece takes its part of the layout."""
+    (placement,), found = given, pieces(call)
+    count = len(call.outputs)
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,) * count)
+    if found is None or not isinstance(placement, Shard):
+        return
+    dim, sizes = found
+    if dim not in placement.dims:
+        yield Strategy((placement,), (placement,) * count)
+        return
+    layout, outputs, start = placement.dims[dim], [], 0
+    for size in sizes:
+        outputs.append(Shard.of({**placement.dims, dim: layout.slice(sum(sizes), start, start + size)}))
+        start += size
+    yield Strategy((placement,), tuple(outputs), localize=partial(_local_split, dim=dim, sizes=sizes, layout=layout))
+
+
+def _local_split(
+    target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, dim: int, sizes: list[int], layout: Layout
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    local, start = [], 0
+    for size in sizes:
+        a, b = layout.local_slice(sum(sizes), start, start + size, rank)
+        local.append(b - a)
+        start += size
+    return aten.split_with_sizes.default, [args[0], local, dim], {}
+
+
+@register(aten.unbind.int)
+def unbind(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """A dimension becomes a tuple; the others keep their layouts."""
+    (placement,) = given
+    dim = normalize_dim(call.arg(1, "dim", 0), call.inputs[0].ndim)
+    yield from _without(placement, dim, len(call.outputs))
+
+
+@register(aten.select.int)
+def select(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """One index of a dimension that is not sharded."""
+    (placement,) = given
+    yield from _without(placement, normalize_dim(call.args[1], call.inputs[0].ndim), 1)
+
+
+def _without(placement: Given, dim: int, count: int) -> Iterable[Strategy]:
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,) * count)
+    if isinstance(placement, Shard) and dim not in placement.dims:
+        out = Shard.of({d - (d > dim): x for d, x in placement.layouts})
+        yield Strategy((placement,), (out,) * count)
+
+
+def bounds(call: Call) -> tuple[int, int, int] | None:
+    """(dimension, start, stop) of a slice with step one and known bounds."""
+    dim = normalize_dim(call.arg(1, "dim", 0), call.inputs[0].ndim)
+    size, step = call.inputs[0].shape[dim], call.arg(4, "step", 1)
+    start, stop = call.arg(2, "start", None) or 0, call.arg(3, "end", None)
+    stop = size if stop is None else stop
+    if step != 1 or not all(isinstance(v, int) for v in (size, start, stop)):
+        return None
+    start = max(0, start + size) if start < 0 else min(start, size)
+    stop = max(0, stop + size) if stop < 0 else min(stop, size)
+    return dim, start, max(start, stop)
+
+
+@register(aten.slice.Tensor)
+def slice_(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """A range of a dimension: of a sharded one, each rank takes what it holds of the range."""
+    (placement,) = given
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if not isinstance(placement, Shard):
+        return
+    dim = normalize_dim(call.arg(1, "dim", 0), call.inputs[0].ndim)
+    if dim not in placement.dims:
+        yield Strategy((placement,), (placement,))
+        return
+    found = bounds(call)
+    if found is None:
+        return
+    _, start, stop = found
+    size, layout = call.inputs[0].shape[dim], placement.dims[dim]
+    if start == 0 and stop == size:
+        yield Strategy((placement,), (placement,))
+    elif stop > start:
+        part = layout.slice(size, start, stop)
+        if all(part.ranges):  # every rank has something left
+            out = Shard.of({**placement.dims, dim: part})
+            local = partial(_local_slice, dim=dim, size=size, start=start, stop=stop, layout=layout)
+            yield Strategy((placement,), (out,), localize=local)
+
+
+def _local_slice(
+    target: Any,
+    args: list[Any],
+    kwargs: dict[str, Any],
+    rank: int,
+    dim: int,
+    size: int,
+    start: int,
+    stop: int,
+    layout: Layout,
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    a, b = layout.local_slice(size, start, stop, rank)
+    return target, [args[0], dim, a, b], {}
+
+
+def _is_empty(shape: tuple[Any, ...]) -> bool:
+    return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0
+
+
+@register(aten.cat.default)
+def cat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Along another dimension all pieces share a box; along the sharded one the result is packed."""
+    real = [t for t in call.inputs if not _is_empty(t.shape)]
+    if not real:
+        return
+    dim = normalize_dim(call.arg(1, "dim", 0), call.out.ndim)
+    skip = [_is_empty(t.shape) for t in call.inputs]
+    if any(is_partial(p) for p in given):
+        yield Strategy((PARTIAL,) * len(given), (PARTIAL,))
+    packed = _packed(call, given, dim, skip)
+    seen: set[Placement] = set()
+    for placement in given:
+        if isinstance(placement, Shard) and placement not in seen and dim not in placement.dims:
+            seen.add(placement)
+            inputs = tuple(Shard(()) if s else placement for s in skip)
+            yield Strategy(inputs, (placement,))
+    if packed is not None:
+        yield packed
+
+
+def _packed(call: Call, given: Sequence[Given], dim: int, skip: list[bool]) -> Strategy | None:
+    """Pieces that are all sharded on the dimension they are joined along."""
+    box: dict[int, Layout] | None = None
+    parts = []
+    for tensor, placement, empty in zip(call.inputs, given, skip, strict=True):
+        if empty:
+            continue
+        if not isinstance(placement, Shard) or dim not in placement.dims or not isinstance(tensor.shape[dim], int):
+            return None
+        others = {d: x for d, x in placement.layouts if d != dim}
+        if box is not None and others != box:
+            return None
+        box = others
+        parts.append((tensor.shape[dim], placement.dims[dim]))
+    out = Shard.of({**(box or {}), dim: Layout.concat(parts)})
+    inputs = tuple(Shard(()) if e else p for p, e in zip(given, skip, strict=True))
+    return Strategy(inputs, (out,))  # type: ignore[arg-type]
+
+
+@register(aten.stack.default)
+def stack(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """A new dimension; all pieces share a box."""
+    dim = normalize_dim(call.arg(1, "dim", 0), call.out.ndim)
+    if any(is_partial(p) for p in given):
+        yield Strategy((PARTIAL,) * len(given), (PARTIAL,))
+    for placement in {p for p in given if isinstance(p, Shard)}:
+        out = Shard.of({d + (d >= dim): x for d, x in placement.layouts})
+        yield Strategy((placement,) * len(given), (out,))
+
+
+@register(aten.constant_pad_nd.default)
+def pad(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Padding of dimensions that are not sharded."""
+    (placement,), n = given, call.inputs[0].ndim
+    widths = call.args[1]
+    padded = {n - 1 - k for k in range(len(widths) // 2) if widths[2 * k] or widths[2 * k + 1]}
+    if isinstance(placement, Shard) and not padded & set(placement.dims):
+        yield Strategy((placement,), (placement,))

@@ -1,0 +1,308 @@
+"""Operators that only rearrange dimensions: views as an algebra of dimension maps.
+
+A reshape is a sequence of *groups*: some input dimensions of which the product is that of some output dimensions. Inside
+a group the dimensions are factors of one flattened index, and a layout moves between them by scaling (see
+:class:`paraxis.placement.Layout`): flatten the sharded factors, then find the output factors that carry the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+
+from ..placement import PARTIAL, Layout, Placement, Shard, local_shape
+from .base import Call, Given, Strategy, is_partial, normalize_dim, register
+
+aten = torch.ops.aten
+
+
+def groups(source: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int], list[int]]]:
+    """Match input and output dimensions of a reshape into the smallest groups of equal product.
+
+    Sizes may be symbolic; equal symbols match. Dimensions of size one join a neighbouring group.
+    """
+    result: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(source) or j < len(target):
+        left, right = [], []
+        a = b = 1
+        while True:
+            if left and right and _same(a, b):
+                break
+            if i < len(source) and (not left or j >= len(target) or (not _same(a, b) and _less(a, b))):
+                a, i = a * source[i], i + 1
+                left.append(i - 1)
+            elif j < len(target):
+                b, j = b * target[j], j + 1
+                right.append(j - 1)
+            else:
+                break
+        result.append((left, right))
+    return result
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    a, b = getattr(a, "node", a), getattr(b, "node", b)
+    return str(getattr(a, "expr", a)) == str(getattr(b, "expr", b))
+
+
+def _less(a: Any, b: Any) -> bool:
+    """Whether the left side must grow. Symbols compare by their hints, which is only used to pair dimensions."""
+    return _hint(a) <= _hint(b)
+
+
+def _hint(a: Any) -> int:
+    if isinstance(a, int):
+        return a
+    hint = a.node.hint
+    return int(hint) if hint is not None else 1 << 30
+
+
+def carry(placement: Shard, source: Sequence[Any], target: Sequence[Any]) -> Shard | None:
+    """The placement after a reshape from ``source`` to ``target``, or None if shards would not stay shards."""
+    dims = placement.dims
+    out: dict[int, Layout] = {}
+    for left, right in groups(source, target):
+        sharded = [d for d in left if d in dims]
+        if not sharded:
+            continue
+        flat = _flatten(left, sharded, dims, source)
+        placed = _unflatten(flat, right, target) if flat is not None else None
+        if placed is None:
+            return None
+        out.update(placed)
+    return Shard.of(out)
+
+
+def _flatten(left: list[int], sharded: list[int], dims: dict[int, Layout], source: Sequence[Any]) -> Layout | None:
+    """The layout of the flattened group."""
+    last = sharded[-1]
+    inner = prod((source[d] for d in left if d > last), start=1)
+    if not isinstance(inner, int):
+        return None
+    layout = dims[last]
+    if len(sharded) == 2 and all(isinstance(source[d], int) for d in sharded):
+        layout_or_none = _product(dims[sharded[0]], layout, left, sharded, source)
+        if layout_or_none is None:
+            return None
+        layout = layout_or_none
+    elif len(sharded) > 1:
+        return None
+    return layout.scale(inner) if inner > 1 else layout
+
+
+def _product(
+    outer: Layout, inner: Layout, left: list[int], sharded: list[int], source: Sequence[Any]
+) -> Layout | None:
+    """The layout of two sharded factors flattened into one: all combinations of their indices."""
+    between = prod((source[d] for d in left if sharded[0] < d < sharded[1]), start=1)
+    if between != 1:
+        return None
+    n, m = source[sharded[0]], source[sharded[1]]
+    ranges = [
+        [(i * m + a, i * m + b) for s, e in outer.expand(n, r) for i in range(s, e) for a, b in inner.expand(m, r)]
+        for r in range(outer.world)
+    ]
+    return Layout.of(n * m, ranges)
+
+
+def _unflatten(layout: Layout, right: list[int], target: Sequence[Any]) -> dict[int, Layout] | None:
+    """Which output factor carries the layout of the flattened group."""
+    if layout.world == 1 and len(right) > 0:
+        # One rank: any factor will do; take the first that is not of size one.
+        big = [d for d in right if target[d] != 1] or right
+        return {big[0]: layout}
+    inner = 1
+    for d in reversed(right):
+        size = target[d]
+        factor = layout.unscale(inner) if isinstance(inner, int) else None
+        if factor is None:
+            return None
+        if not isinstance(size, int) or size % factor.period == 0:
+            if size != 1:
+                return {d: factor}
+        inner = inner * size
+    return None
+
+
+@register(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten, aten.unflatten)
+def reshape(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Carry the layout through the groups; a sum stays a sum."""
+    (placement,) = given
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,), localize=partial(_local_view, placement=PARTIAL, call=call))
+    if isinstance(placement, Shard):
+        out = carry(placement, call.inputs[0].shape, call.out.shape)
+        if out is not None:
+            yield Strategy((placement,), (out,), localize=partial(_local_view, placement=out, call=call))
+
+
+def _local_view(
+    target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, placement: Placement, call: Call
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    """The view with local sizes. A shard may not be contiguous where the whole was, so it is a reshape."""
+    if target in (aten.flatten.using_ints,):
+        return target, args, kwargs
+    if target is aten.unflatten.int:
+        dim = normalize_dim(args[1], call.inputs[0].ndim)
+        sizes = _local_sizes(list(args[2]), call.out.shape[dim : dim + len(args[2])], placement, rank, dim)
+        return target, [args[0], dim, sizes], kwargs
+    sizes = _local_sizes(list(args[1]), call.out.shape, placement, rank, 0)
+    return aten.reshape.default, [args[0], sizes], {}
+
+
+def _local_sizes(sizes: list[Any], shape: Sequence[Any], placement: Placement, rank: int, first: int) -> list[Any]:
+    """Replace the sizes of sharded dimensions by local ones, leaving at most one -1."""
+    dims = placement.dims if isinstance(placement, Shard) else {}
+    result = []
+    for i, (size, whole) in enumerate(zip(sizes, shape, strict=True)):
+        layout = dims.get(i + first)
+        if layout is None:
+            result.append(whole if size == -1 and isinstance(whole, int) else size)
+        elif isinstance(whole, int):
+            result.append(layout.local_size(whole, rank))
+        else:
+            result.append(-1)  # a symbolic size times a constant: let torch work it out
+    return result
+
+
+def _permutation(call: Call) -> list[int]:
+    """Output dimension to input dimension."""
+    n, name = call.inputs[0].ndim, call.target._schema.name.removeprefix("aten::")
+    order = list(range(n))
+    if name == "permute":
+        return [normalize_dim(d, n) for d in call.arg(1, "dims")]
+    if name in ("transpose", "swapaxes", "swapdims"):
+        a, b = normalize_dim(call.args[1], n), normalize_dim(call.args[2], n)
+    elif name in ("t", "numpy_T", "mT", "mH", "adjoint"):
+        if name == "numpy_T" or n < 2:
+            return order[::-1]
+        a, b = n - 2, n - 1
+    else:
+        source, target = call.args[1], call.args[2]
+        source = [normalize_dim(d, n) for d in ([source] if isinstance(source, int) else source)]
+        target = [normalize_dim(d, n) for d in ([target] if isinstance(target, int) else target)]
+        rest = iter([d for d in order if d not in source])
+        return [source[target.index(d)] if d in target else next(rest) for d in order]
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+@register(aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes, aten.swapdims, aten.movedim)
+def permute(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Dimensions change their places, and their layouts with them."""
+    (placement,) = given
+    order = _permutation(call)
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if isinstance(placement, Shard):
+        yield Strategy((placement,), (Shard.of({order.index(d): x for d, x in placement.layouts}),))
+
+
+@register(aten.unsqueeze.default, aten.squeeze)
+def squeeze(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Dimensions of size one come and go."""
+    (placement,) = given
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if not isinstance(placement, Shard):
+        return
+    source, n = call.inputs[0], call.inputs[0].ndim
+    if call.target is aten.unsqueeze.default:
+        dim = normalize_dim(call.args[1], n + 1)
+        yield Strategy((placement,), (Shard.of({d + (d >= dim): x for d, x in placement.layouts}),))
+        return
+    dims = call.arg(1, "dim")
+    dims = range(n) if dims is None else [dims] if isinstance(dims, int) else dims
+    gone = {normalize_dim(d, n) for d in dims if source.shape[normalize_dim(d, n)] == 1}
+    if call.arg(1, "dim") is None and any(n == 1 for n in local_shape(placement, source.shape, 0)):
+        return  # a local size of one would vanish where the global size stays
+    if not gone & set(placement.dims):
+        moved = {d - sum(g < d for g in gone): x for d, x in placement.layouts}
+        if any(d not in gone and local == 1 for d, local in enumerate(local_shape(placement, source.shape, 0))):
+            yield Strategy((placement,), (Shard.of(moved),), localize=partial(_exact_squeeze, dims=sorted(gone)))
+        else:
+            yield Strategy((placement,), (Shard.of(moved),))
+
+
+def _exact_squeeze(
+    target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, dims: list[int]
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    return aten.squeeze.dims, [args[0], dims], {}
+
+
+@register(aten.expand.default)
+def expand(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """A dimension of size one grows. Ranks that hold the same elements may each make their part of the new ones."""
+    (placement,) = given
+    source, out = call.inputs[0], call.out
+    lift = out.ndim - source.ndim
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    box = {d + lift: x for d, x in placement.layouts} if isinstance(placement, Shard) else {}
+    if isinstance(placement, Shard):
+        yield _expanded(placement, box, call)
+    for d in range(out.ndim):
+        grows = d < lift or (source.shape[d - lift] == 1 and out.shape[d] != 1)
+        if not grows or not isinstance(out.shape[d], int):
+            continue
+        layout = _over_replicas(box, out.shape[d], call.world)
+        if layout is not None:
+            before = placement if isinstance(placement, Shard) else Shard(())
+            yield _expanded(before, {**box, d: layout}, call)
+
+
+def _expanded(before: Shard, box: dict[int, Layout], call: Call) -> Strategy:
+    out = Shard.of(box)
+    return Strategy((before,), (out,), localize=partial(_local_expand, placement=out, call=call))
+
+
+def _over_replicas(box: dict[int, Layout], size: int, world: int) -> Layout | None:
+    """Split ``size`` new indices among the ranks that hold the same box; None if they cannot share evenly."""
+    if world == 1 or len(box) > 1:
+        return None
+    if not box:
+        return Layout.even(size, world) if size % world == 0 else None
+    (layout,) = box.values()
+    ranges = []
+    for rank in range(world):
+        position, count = layout.replica(rank)
+        if count == 1 or size % count:
+            return None
+        step = size // count
+        ranges.append([(position * step, (position + 1) * step)])
+    return Layout.of(size, ranges)
+
+
+def _local_expand(
+    target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, placement: Shard, call: Call
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    sizes, dims = list(args[1]), placement.dims
+    for d, layout in dims.items():
+        if sizes[d] == -1:
+            continue
+        whole = call.out.shape[d]
+        sizes[d] = layout.local_size(whole, rank) if isinstance(whole, int) else -1
+    return target, [args[0], sizes], kwargs
+
+
+@register(aten.repeat.default)
+def repeat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Copies along a dimension: a layout repeats by itself."""
+    (placement,) = given
+    if not isinstance(placement, Shard):
+        return
+    source = call.inputs[0]
+    lift = call.out.ndim - source.ndim
+    box: dict[int, Layout] = {}
+    for d, layout in placement.layouts:
+        if not isinstance(source.shape[d], int):
+            return
+        box[d + lift] = Layout.concat([(source.shape[d], layout)])
+    yield Strategy((placement,), (Shard.of(box),))

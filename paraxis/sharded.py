@@ -1,0 +1,298 @@
+"""The sharded tensor: global shape outside, this rank's shard inside.
+
+``torch.compile`` sees the global shape and captures the global program; the backend takes the inner tensor. Outside a
+compiled graph the tensor still answers every operator: elementwise ones run on the shards, all others on the gathered
+whole, with a warning, because correct and slow beats fast and wrong.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as DTReplicate
+from torch.distributed.tensor import Shard as DTShard
+from torch.utils import _pytree as pytree
+
+from .core import ParameterMeta
+from .distributed.redistribute import gather_box, slice_box, sum_copies
+from .placement import Placement, Replicate, Shard, local_shape
+
+aten = torch.ops.aten
+
+
+class ShardSpec:
+    """The placement of an activation or a cache tensor, compared by value: compiled code is guarded on it."""
+
+    def __init__(self, placement: Placement, group: dist.ProcessGroup | None) -> None:
+        self.placement = placement
+        self.group = group
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ShardSpec) and other.placement == self.placement and other.group is self.group
+
+    def __hash__(self) -> int:
+        return hash(self.placement)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
+        return self
+
+
+class ShardedTensor(torch.Tensor):
+    """A tensor of which this process holds a shard. See the module's docstring."""
+
+    _local: torch.Tensor
+    _spec: ShardSpec | ParameterMeta
+
+    @staticmethod
+    def __new__(
+        cls,
+        local: torch.Tensor,
+        spec: ShardSpec | ParameterMeta,
+        size: Sequence[int],
+        requires_grad: bool = False,
+    ) -> ShardedTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, tuple(size), dtype=local.dtype, device=local.device, requires_grad=requires_grad
+        )
+        tensor._local = local
+        tensor._spec = spec
+        return tensor
+
+    # -- the shard and the whole -------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement:
+        """Where the elements live."""
+        if self._spec.placement is None:
+            raise RuntimeError(f"parameter {getattr(self._spec, 'name', '')!r} has no placement yet: not planned")
+        return self._spec.placement
+
+    def to_local(self) -> torch.Tensor:
+        """This rank's shard; gradients flow back to the sharded tensor."""
+        return unwrap(self)
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, on every rank. A collective: all ranks must call it."""
+        return _Full.apply(self)  # type: ignore[no-any-return]
+
+    def to_dtensor(self) -> DTensor:
+        """The same tensor as a DTensor; layouts DTensor cannot express are gathered and replicated."""
+        group, placement = self._spec.group, self.placement
+        mesh = DeviceMesh.from_group(group, self.device.type) if group is not None else None
+        local = self._local.detach()
+        if isinstance(placement, Shard) and len(placement.layouts) == 1:
+            dim, layout = placement.layouts[0]
+            if layout.contiguous(self.shape[dim]) and layout.is_even:
+                return DTensor.from_local(local, mesh, [DTShard(dim)], run_check=False)
+        if not isinstance(placement, Replicate):
+            local = gather_box(local, placement, self.shape, group)
+        return DTensor.from_local(local, mesh, [DTReplicate()], run_check=False)
+
+    # -- protocol of traceable wrapper subclasses --------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["_local"], self._spec
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], spec: Any, size: Any, stride: Any) -> ShardedTensor:
+        return ShardedTensor(inner["_local"], spec, size)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        where = "unplaced" if self._spec.placement is None else str(self._spec.placement)
+        return f"ShardedTensor(shape={tuple(self.shape)}, local={tuple(self._local.shape)}, placement={where})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sharded = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
+        if isinstance(sharded[0]._local, FakeTensor):
+            return _on_global_fakes(func, args, kwargs, sharded[0]._local.fake_mode)
+        if _runs_on_shards(func, args, kwargs, sharded):
+            return _on_shards(func, args, kwargs, sharded[0])
+        return _on_the_whole(func, args, kwargs)
+
+
+def _on_global_fakes(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
+    """While tracing, a sharded tensor is a plain tensor of the global shape."""
+
+    def plain(x: Any) -> Any:
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device) if isinstance(x, ShardedTensor) else x
+
+    with mode:
+        args, kwargs = pytree.tree_map(plain, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_LIKE = {
+    aten.detach.default,
+    aten.clone.default,
+    aten.alias.default,
+    aten._to_copy.default,
+    aten.copy_.default,
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.zero_.default,
+    aten.fill_.Scalar,
+}
+_SAME = {aten.detach.default, aten.alias.default}
+"""What gives the same tensor under another name, parameter metadata and all."""
+_REDUCING_FOREACH = ("norm", "max")
+
+
+def _is_elementwise(func: Any) -> bool:
+    name = func._schema.name.removeprefix("aten::")
+    if name.startswith("_foreach_"):
+        return not any(word in name for word in _REDUCING_FOREACH)
+    return func in _LIKE or torch.Tag.pointwise in func.tags or name.startswith("_fused_adam")
+
+
+def _runs_on_shards(func: Any, args: Any, kwargs: Any, sharded: list[ShardedTensor]) -> bool:
+    """Whether the shards of the result are the result on the shards."""
+    if func is aten.new_empty_strided.default:
+        return tuple(args[1]) == tuple(args[0].shape)
+    if not _is_elementwise(func):
+        return False
+    if func._schema.name.startswith("aten::_f"):
+        return True
+    first = sharded[0]
+    if len(sharded) == 1 and func in _SAME:
+        return True
+    if any(x.shape != first.shape or x.placement != first.placement for x in sharded):
+        return False
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    return all(x.ndim == 0 or x.shape == first.shape for x in tensors)
+
+
+def _on_shards(func: Any, args: Any, kwargs: Any, like: ShardedTensor) -> Any:
+    if func is aten.new_empty_strided.default:
+        func, args = aten.empty_like.default, (args[0],)
+    if func in _SAME:
+        return ShardedTensor(func(like._local), like._spec, like.shape)
+    wrappers: dict[int, ShardedTensor] = {}
+
+    def local(x: Any) -> Any:
+        if isinstance(x, ShardedTensor):
+            wrappers[id(x._local)] = x
+            return x._local
+        if isinstance(x, DTensor):
+            x = x.full_tensor()
+        if isinstance(x, torch.Tensor) and x.ndim and x.shape == like.shape:
+            return slice_box(x, like.placement, dist.get_rank(like._spec.group))
+        return x
+
+    def wrap(x: Any) -> Any:
+        if not isinstance(x, torch.Tensor):
+            return x
+        if id(x) in wrappers:  # an in-place operator returns its argument
+            return wrappers[id(x)]
+        return ShardedTensor(x, ShardSpec(like.placement, like._spec.group), like.shape)
+
+    args, kwargs = pytree.tree_map(local, (args, kwargs))
+    return pytree.tree_map(wrap, func(*args, **kwargs))
+
+
+_warned: set[Any] = set()
+
+
+def _on_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gather, compute whole, and say so once per operator. Writes to a sharded argument go back to its shard."""
+    if func not in _warned:
+        _warned.add(func)
+        warnings.warn(
+            f"{func} was called on a sharded tensor outside the compiled model: the tensor is gathered first, which "
+            "is correct but slow. Call the model itself, or work on `tensor.to_local()`.",
+            stacklevel=3,
+        )
+    gathered: list[tuple[ShardedTensor, torch.Tensor]] = []
+
+    def whole(x: Any) -> Any:
+        if not isinstance(x, ShardedTensor):
+            return x.full_tensor() if isinstance(x, DTensor) else x
+        for known, full in gathered:
+            if known is x:
+                return full
+        gathered.append((x, gather_box(x._local, x.placement, x.shape, x._spec.group).clone()))
+        return gathered[-1][1]
+
+    full_args, full_kwargs = pytree.tree_map(whole, (args, kwargs))
+    result = func(*full_args, **full_kwargs)
+    if func._schema.is_mutable:
+        for tensor, full in gathered:
+            tensor._local.copy_(slice_box(full, tensor.placement, dist.get_rank(tensor._spec.group)))
+            if result is full:
+                result = tensor
+    return result
+
+
+class _Unwrap(torch.autograd.Function):
+    """The shard of a sharded tensor; the gradient comes back sharded alike, parts on copies summed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.spec, ctx.size = tensor._spec, tensor.shape
+        return tensor._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
+        spec = ctx.spec
+        placement = spec.placement
+        if isinstance(placement, Shard) and placement.has_copies:
+            grad = sum_copies(grad, placement, ctx.size, spec.group)
+        return ShardedTensor(grad.contiguous(), ShardSpec(placement, spec.group), ctx.size)
+
+
+class _Wrap(torch.autograd.Function):
+    """The inverse of :class:`_Unwrap`, for results that stay sharded."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: ShardSpec, size: Sequence[int]) -> ShardedTensor:
+        ctx.spec = spec
+        return ShardedTensor(local.detach(), spec, size)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        if isinstance(grad, ShardedTensor):
+            return grad._local, None, None
+        return slice_box(grad, ctx.spec.placement, dist.get_rank(ctx.spec.group)), None, None
+
+
+class _Full(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.spec, ctx.size = tensor._spec, tensor.shape
+        full = gather_box(tensor._local, tensor.placement, tensor.shape, tensor._spec.group)
+        return full.detach().clone() if full is tensor._local else full
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
+        placement, group = ctx.spec.placement, ctx.spec.group
+        local = slice_box(grad, placement, dist.get_rank(group)).contiguous()
+        return ShardedTensor(local, ShardSpec(placement, group), ctx.size)
+
+
+def unwrap(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor behind ``tensor`` (itself, if it is not sharded); differentiable."""
+    return _Unwrap.apply(tensor) if isinstance(tensor, ShardedTensor) else tensor  # type: ignore[no-any-return]
+
+
+def wrap(local: torch.Tensor, placement: Placement, size: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
+    """A sharded tensor around this rank's shard; differentiable."""
+    return _Wrap.apply(local, ShardSpec(placement, group), tuple(size))  # type: ignore[no-any-return]
+
+
+def materialize(tensor: ShardedTensor, local: torch.Tensor) -> None:
+    """Give an empty sharded parameter its shard, in place, so that it stays the same object."""
+    expected = local_shape(tensor.placement, tensor.shape, dist.get_rank(tensor._spec.group))
+    if tuple(local.shape) != expected:
+        raise ValueError(f"{getattr(tensor._spec, 'name', 'tensor')}: shard {tuple(local.shape)} is not {expected}")
+    tensor._local = local

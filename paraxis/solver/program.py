@@ -1,0 +1,127 @@
+"""The ATen graph as the solver sees it: steps that take values and give values."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils import _pytree as pytree
+
+from ..placement import Placement
+from ..rules import Call, Tensor
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor: the node that makes it and, for nodes with several results, which of them."""
+
+    node: Node
+    index: int = 0
+
+
+@dataclass(eq=False)
+class Step:
+    """A node that the solver has to place: an operator call, or the return (``call is None``)."""
+
+    node: Node
+    call: Call | None
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+    @property
+    def impure(self) -> bool:
+        return bool(self.node.meta.get("impure"))
+
+
+class Program:
+    """Steps, leaves and parameters of an ATen graph.
+
+    Args:
+        graph: The ATen graph; every node has its fake tensor in ``meta["val"]``.
+        parameters: Placeholder (or attribute) nodes that are parameters, with their names.
+        placements: Known placements of leaves; other leaves are replicated.
+        world: The number of ranks.
+    """
+
+    def __init__(
+        self,
+        graph: GraphModule,
+        parameters: Mapping[Node, str],
+        placements: Mapping[Node, Placement],
+        world: int,
+    ) -> None:
+        self.graph = graph
+        self.parameters = {Value(node): name for node, name in parameters.items()}
+        self.placements = {Value(node): placement for node, placement in placements.items()}
+        self.world = world
+        self.steps: list[Step] = []
+        self.leaves: list[Value] = []
+        for node in graph.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                if isinstance(tensor_of(node), torch.Tensor):
+                    self.leaves.append(Value(node))
+            elif node.op == "output":
+                values = tuple(value_of(n) for n in pytree.tree_leaves(node.args) if is_tensor(n))
+                self.steps.append(Step(node, None, values, ()))
+            elif node.op == "call_function" and node.target is not operator.getitem:
+                self._add(node)
+
+    def _add(self, node: Node) -> None:
+        results = node.meta.get("val")
+        tensors = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor)]
+        if not tensors or node.target is torch.ops.aten.sym_size.int:
+            return
+        inputs: list[Value] = []
+        specs: list[Tensor] = []
+
+        def abstract(arg: Any) -> Any:
+            if not is_tensor(arg):
+                return arg.meta.get("val", arg) if isinstance(arg, Node) else arg
+            fake = tensor_of(arg)
+            inputs.append(value_of(arg))
+            specs.append(Tensor(len(specs), tuple(fake.shape), fake.dtype))
+            return specs[-1]
+
+        args, kwargs = pytree.tree_map(abstract, (tuple(node.args), dict(node.kwargs)))
+        outputs = tuple(Tensor(i, tuple(t.shape), t.dtype) for i, t in enumerate(tensors))
+        call = Call(node.target, args, kwargs, tuple(specs), outputs, world=self.world)
+        values = tuple(Value(node, i) for i in range(len(tensors)))
+        self.steps.append(Step(node, call, tuple(inputs), values))
+
+
+def tensor_of(node: Node) -> Any:
+    """The (fake) tensor a node stands for."""
+    value = node.meta.get("val")
+    if value is None and node.op == "get_attr":
+        root: Any = node.graph.owning_module
+        for part in str(node.target).split("."):
+            root = getattr(root, part)
+        node.meta["val"] = value = root
+    return value
+
+
+def is_tensor(arg: Any) -> bool:
+    return isinstance(arg, Node) and isinstance(tensor_of(arg), torch.Tensor)
+
+
+def value_of(node: Node) -> Value:
+    """The value behind a node, looking through ``getitem``."""
+    if node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, Node) and isinstance(index, int)
+        results = source.meta["val"]
+        before = [isinstance(t, torch.Tensor) for t in results[:index]]
+        return Value(source, sum(before))
+    return Value(node)
+
+
+def hint(size: Any) -> int:
+    """A number for a possibly symbolic size, to put into the cost."""
+    if isinstance(size, int):
+        return size
+    value = size.node.hint
+    return int(value) if value is not None else 1

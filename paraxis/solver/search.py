@@ -1,0 +1,258 @@
+"""The search for the cheapest placement of every tensor.
+
+It goes through the steps in order and keeps, for every combination of placements of the tensors *still in use* (the
+frontier), the cheapest way to get there. What comes later depends on nothing else, so this is exhaustive backtracking
+with memory, linear in the depth of the model as long as the frontier is narrow, and without recursion.
+
+A state is dropped early only when it is dominated: when starting from the best state and communicating its tensors into
+this state's placements would cost no more. That keeps the result optimal under the cost model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from ..placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Replicate, Shard
+from ..rules import FREE, Call, Given, Strategy, accepts_free, replicated, rule_for
+from .cost import CostModel, nbytes
+from .program import Program, Step, Value
+from .structure import Candidates
+
+MAX_STATES = 4096
+
+
+@dataclass
+class Solution:
+    """The result of a search.
+
+    Attributes:
+        strategies: The chosen strategy of every step with a call.
+        results: Placements of the returned values, by position among the returned tensors.
+        parameters: The placement of every parameter.
+        cost: Seconds, under the cost model.
+        optimal: Whether no cheaper assignment exists under the cost model.
+    """
+
+    strategies: dict[Step, Strategy]
+    results: tuple[Placement, ...]
+    parameters: dict[Value, Placement]
+    cost: float
+    optimal: bool
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """One strategy from given placements, with what it does to the frontier."""
+
+    strategy: Strategy
+    after: tuple[Placement, ...]
+    cost: float
+
+
+Link = tuple[Any, Any]
+State = tuple[Given, ...]
+
+
+class _Search:
+    def __init__(self, program: Program, candidates: Candidates, model: CostModel, keep_sharded: bool) -> None:
+        self.program, self.candidates, self.model = program, candidates, model
+        self.keep_sharded = keep_sharded
+        self.sizes: dict[Value, int] = {}
+        self.optimal = True
+        self._splittable: dict[Value, bool] = {}
+
+    def run(self) -> Solution:
+        last = {v: i for i, step in enumerate(self.program.steps) for v in step.inputs}
+        live: list[Value] = []
+        states: dict[State, tuple[float, Link | None]] = {(): (0.0, None)}
+        for i, step in enumerate(self.program.steps):
+            for v, t in zip(step.inputs, step.call.inputs if step.call else (), strict=False):
+                self.sizes.setdefault(v, nbytes(t))
+            live, states = self._advance(i, step, live, states, last)
+            states = self._prune(live, states)
+        cost, link = min(states.values(), key=lambda s: s[0])
+        return self._read_back(cost, link)
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    def _advance(
+        self,
+        i: int,
+        step: Step,
+        live: list[Value],
+        states: dict[State, tuple[float, Link | None]],
+        last: dict[Value, int],
+    ) -> tuple[list[Value], dict[State, tuple[float, Link | None]]]:
+        where = {v: k for k, v in enumerate(live)}
+        after = [v for v in live if last.get(v, -1) > i]
+        entering = [v for v in dict.fromkeys(step.inputs) if v not in where and last[v] > i]
+        made = [v for v in step.outputs if last.get(v, -1) > i]
+        if step.call is not None:
+            for v, t in zip(step.outputs, step.call.outputs, strict=True):
+                self.sizes[v] = nbytes(t)
+        choices: dict[tuple[Given, ...], list[_Choice]] = {}
+        result: dict[State, tuple[float, Link | None]] = {}
+        for state, (cost, link) in states.items():
+            given = tuple(state[where[v]] if v in where else self._initial(v) for v in step.inputs)
+            if given not in choices:
+                choices[given] = list(self._choices(step, given))
+            for choice in choices[given]:
+                moved = dict(zip(step.inputs, choice.after, strict=True))
+                outputs = dict(zip(step.outputs, choice.strategy.outputs, strict=False))
+                key = (
+                    *(moved[v] if v in moved else state[where[v]] for v in after),
+                    *(moved[v] for v in entering),
+                    *(outputs[v] for v in made),
+                )
+                total = cost + choice.cost
+                if key not in result or total < result[key][0]:
+                    result[key] = (total, (link, (step, choice)))
+        return [*after, *entering, *made], result
+
+    def _initial(self, value: Value) -> Given:
+        if value in self.program.placements:
+            return self.program.placements[value]
+        return FREE if value in self.program.parameters else REPLICATE
+
+    def _choices(self, step: Step, given: tuple[Given, ...]) -> Iterable[_Choice]:
+        if step.call is None:
+            yield self._return(step, given)
+            return
+        best: dict[Any, _Choice] = {}
+        for strategy in self._strategies(step, step.call, given):
+            choice = self._price(step, step.call, strategy, given)
+            key = (strategy.outputs, choice.after)
+            if key not in best or choice.cost < best[key].cost:
+                best[key] = choice
+        yield from best.values()
+
+    def _strategies(self, step: Step, call: Call, given: tuple[Given, ...]) -> Iterable[Strategy]:
+        yield replicated(call)
+        rule = rule_for(call.target)
+        if rule is None or step.impure:
+            return
+        options: list[Sequence[Given]] = []
+        for i, g in enumerate(given):
+            if g is FREE and not accepts_free(call.target):
+                options.append([REPLICATE, *self._free(call, i)])
+            else:
+                options.append([g])
+        for combination in product(*options):
+            for strategy in rule(call, combination):
+                if self._fits(call, strategy):
+                    yield share(call, strategy)
+
+    def _free(self, call: Call, index: int) -> list[Placement]:
+        dims = range(call.inputs[index].ndim)
+        return [Shard.of(d, x) for d in dims for x in call.layouts.get((index, d), ())]
+
+    def _fits(self, call: Call, strategy: Strategy) -> bool:
+        pairs = [*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True)]
+        return all(
+            x.fits(tensor.shape[d]) for tensor, p in pairs if isinstance(p, Shard) for d, x in p.layouts
+        )
+
+    def _price(self, step: Step, call: Call, strategy: Strategy, given: tuple[Given, ...]) -> _Choice:
+        cost = self.model.run(call, strategy)
+        after: list[Placement] = []
+        for value, tensor, g, need in zip(step.inputs, call.inputs, given, strategy.inputs, strict=True):
+            if isinstance(g, (Replicate, Partial, Shard)):
+                cost += self.model.move(g, need, nbytes(tensor))
+                after.append(settled(g, need))
+            else:
+                kept = REPLICATE if need in (PARTIAL, SHARED) else need
+                after.append(kept)
+                if value not in self.program.placements:
+                    cost += self.model.keep(tensor, kept, self._can_split(value, tensor.shape))
+        return _Choice(strategy, tuple(after), cost)
+
+    def _can_split(self, value: Value, shape: tuple[Any, ...]) -> bool:
+        if value not in self._splittable:
+            self._splittable[value] = any(self.candidates.layouts(value, d, n) for d, n in enumerate(shape))
+        return self._splittable[value]
+
+    def _return(self, step: Step, given: tuple[Given, ...]) -> _Choice:
+        """What leaves the program is whole, or, where the caller does not read it, sharded; never a partial sum."""
+        cost, after = 0.0, []
+        for value, g in zip(step.inputs, given, strict=True):
+            if isinstance(g, Shard) and self.keep_sharded:
+                after.append(g)
+                continue
+            if isinstance(g, (Partial, Shard)):
+                cost += self.model.move(g, REPLICATE, self.sizes.get(value, 0))
+            after.append(REPLICATE)
+        return _Choice(Strategy(tuple(after), ()), tuple(after), cost)
+
+    # -- pruning -----------------------------------------------------------------------------------------------
+
+    def _prune(
+        self, live: list[Value], states: dict[State, tuple[float, Link | None]]
+    ) -> dict[State, tuple[float, Link | None]]:
+        if len(states) < 2:
+            return states
+        ranked = sorted(states.items(), key=lambda item: item[1][0])
+        best, (floor, _) = ranked[0]
+        kept = [ranked[0]]
+        for state, (cost, link) in ranked[1:]:
+            bridge = floor
+            for value, a, b in zip(live, best, state, strict=True):
+                if a != b and bridge <= cost:
+                    if not isinstance(a, (Replicate, Partial, Shard)) or not isinstance(b, (Replicate, Partial, Shard)):
+                        bridge = float("inf")
+                    elif value in self.program.parameters and value not in self.program.placements:
+                        bridge = float("inf")
+                    else:
+                        bridge += self.model.move(a, b, self.sizes.get(value, 0))
+            if bridge > cost:
+                kept.append((state, (cost, link)))
+        if len(kept) > MAX_STATES:
+            self.optimal = False
+            kept = kept[:MAX_STATES]
+        return dict(kept)
+
+    def _read_back(self, cost: float, link: Link | None) -> Solution:
+        strategies: dict[Step, Strategy] = {}
+        results: tuple[Placement, ...] = ()
+        parameters: dict[Value, Placement] = {}
+        while link is not None:
+            link, (step, choice) = link
+            if step.call is None:
+                results = choice.strategy.inputs
+                continue
+            strategies[step] = choice.strategy
+            for value, placement in zip(step.inputs, choice.after, strict=True):
+                if value in self.program.parameters:
+                    parameters[value] = placement  # going backwards, the first use comes last and wins
+        parameters.update({v: p for v, p in self.program.placements.items() if v in self.program.parameters})
+        return Solution(strategies, results, parameters, cost, self.optimal)
+
+
+def share(call: Call, strategy: Strategy) -> Strategy:
+    """Where the result is not replicated, a replicated input is used by each rank for its own part."""
+    if not strategy.is_sharded or not any(isinstance(p, Replicate) for p in strategy.inputs):
+        return strategy
+    inputs = tuple(
+        SHARED if isinstance(p, Replicate) and (t.dtype.is_floating_point or t.dtype.is_complex) else p
+        for t, p in zip(call.inputs, strategy.inputs, strict=True)
+    )
+    return Strategy(inputs, strategy.outputs, strategy.localize, strategy.kind)
+
+
+def settled(given: Placement, need: Placement) -> Placement:
+    """Where a tensor is after it was brought from ``given`` to ``need``: the most useful version at hand."""
+    if given == need or isinstance(given, Replicate):
+        return given
+    if isinstance(need, Shard) and need.layouts:
+        return need if isinstance(given, Partial) else given
+    if isinstance(given, Shard) and not given.layouts:
+        return given
+    return REPLICATE
+
+
+def search(program: Program, model: CostModel, keep_sharded: bool = True) -> tuple[Solution, Candidates]:
+    """The cheapest solution of a program, and the candidates it was chosen from."""
+    candidates = Candidates(program)
+    return _Search(program, candidates, model, keep_sharded).run(), candidates

@@ -1,0 +1,212 @@
+"""How a parameter's dimensions may be cut, read off the uses of what is computed from it.
+
+A projection of 64 features may be four heads of 16, or ``[q|k|v]``, or ``[gate|up]``: the weight does not say, the
+views and splits that follow it do. Going backwards through the program, every dimension collects its *structures*: the
+segments it is made of and, in each, the unit that must stay together. A structure and a number of ranks give a layout.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import lcm, prod
+from typing import Any
+
+import torch
+
+from ..placement import REPLICATE, Layout, Shard
+from ..rules import Call, rule_for
+from ..rules.split import bounds, pieces
+from ..rules.view import groups
+from .program import Program, Step, Value
+
+aten = torch.ops.aten
+
+Structure = tuple[tuple[int, int], ...]
+"""Segments of a dimension: (size, unit)."""
+
+LIMIT = 6
+_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int}
+_SPLITS = ("aten::split", "aten::split_with_sizes", "aten::chunk", "aten::tensor_split", "aten::unbind")
+
+
+@dataclass(frozen=True)
+class Indivisible:
+    """Why a dimension has no layout: ``count`` units of ``unit`` elements do not divide over the ranks."""
+
+    size: int
+    count: int
+    unit: int
+
+
+class Candidates:
+    """The candidate layouts of every parameter dimension of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self.world = program.world
+        self._demands: dict[Value, dict[int, list[Structure]]] = defaultdict(dict)
+        for step in reversed(program.steps):
+            if step.call is not None:
+                self._visit(step, step.call)
+        for step in program.steps:
+            if step.call is None:
+                continue
+            for i, value in enumerate(step.inputs):
+                if value in program.parameters:
+                    for dim in range(step.call.inputs[i].ndim):
+                        step.call.layouts[i, dim] = tuple(self.layouts(value, dim, step.call.inputs[i].shape[dim]))
+
+    def layouts(self, value: Value, dim: int, size: Any) -> list[Layout]:
+        """The layouts that really split this dimension."""
+        if not isinstance(size, int):
+            return []
+        found = (layout_of(s, self.world) for s in self.structures(value, dim, size))
+        return list(dict.fromkeys(x for x in found if isinstance(x, Layout)))
+
+    def obstacle(self, value: Value, dim: int, size: int) -> Indivisible | None:
+        """Why the dimension cannot be split as it is used, if sizes are the reason."""
+        first = layout_of(self.structures(value, dim, size)[0], self.world)
+        return first if isinstance(first, Indivisible) else None
+
+    def structures(self, value: Value, dim: int, size: int) -> list[Structure]:
+        return self._demands.get(value, {}).get(dim) or [((size, 1),)]
+
+    # -- going backwards ---------------------------------------------------------------------------------------
+
+    def _add(self, value: Value, dim: int, structures: Iterable[Structure]) -> None:
+        new = list(structures)
+        old = self._demands[value].get(dim)
+        if old is None:
+            merged = new
+        else:
+            merged = [r for a in old for b in new if (r := refine(a, b)) is not None]
+        self._demands[value][dim] = list(dict.fromkeys(merged or old or new))[:LIMIT]
+
+    def _visit(self, step: Step, call: Call) -> None:
+        name = call.target._schema.name if hasattr(call.target, "_schema") else ""
+        if call.target in _RESHAPES:
+            self._visit_reshape(step, call)
+        elif name in _SPLITS:
+            self._visit_split(step, call, name)
+        elif call.target is aten.slice.Tensor:
+            self._visit_slice(step, call)
+        elif call.target is aten.select.int:
+            dim = call.args[1] % call.inputs[0].ndim
+            self._ones(step, call, dim)
+        if call.target not in _RESHAPES and any(self._demands.get(v) for v in step.outputs):
+            self._visit_any(step, call)
+
+    def _visit_reshape(self, step: Step, call: Call) -> None:
+        """One dimension unflattened: each factor may be the one to split, the outermost first."""
+        demands = self._demands.get(step.outputs[0], {})
+        for left, right in groups(call.inputs[0].shape, call.out.shape):
+            sizes = [call.out.shape[d] for d in right]
+            if len(left) != 1 or not all(isinstance(n, int) for n in sizes):
+                continue
+            if len(sizes) == 1:
+                if right[0] in demands:
+                    self._add(step.inputs[0], left[0], demands[right[0]])
+                continue
+            if sizes[0] == 1:  # a single unit, said explicitly: one head
+                self._add(step.inputs[0], left[0], [((prod(sizes), prod(sizes)),)])
+                continue
+            lifted: list[Structure] = []
+            for k, d in enumerate(right):
+                inner, outer = prod(sizes[k + 1 :]), prod(sizes[:k])
+                if sizes[k] > 1:
+                    for structure in demands.get(d) or [((sizes[k], 1),)]:
+                        lifted.append(tuple((n * inner, u * inner) for n, u in structure) * outer)
+            self._add(step.inputs[0], left[0], lifted)
+
+    def _visit_split(self, step: Step, call: Call, name: str) -> None:
+        found = pieces(call)
+        if found is None:
+            return
+        dim, sizes = found
+        if name == "aten::unbind":
+            self._ones(step, call, dim)
+            return
+        parts = [self.structures(v, dim, n) for v, n in zip(step.outputs, sizes, strict=True)]
+        most = max(len(p) for p in parts)
+        joined = [sum((p[min(k, len(p) - 1)] for p in parts), ()) for k in range(most)]
+        self._add(step.inputs[0], dim, joined)
+
+    def _visit_slice(self, step: Step, call: Call) -> None:
+        found = bounds(call)
+        if found is None:
+            return
+        dim, start, stop = found
+        size = call.inputs[0].shape[dim]
+        if start == 0 and stop == size:
+            return
+        around = lambda n: ((n, 1),) if n else ()  # noqa: E731
+        structures = [
+            around(start) + s + around(size - stop) for s in self.structures(step.outputs[0], dim, stop - start)
+        ]
+        self._add(step.inputs[0], dim, structures)
+
+    def _ones(self, step: Step, call: Call, dim: int) -> None:
+        size = call.inputs[0].shape[dim]
+        if isinstance(size, int) and size <= 64:
+            self._add(step.inputs[0], dim, [((1, 1),) * size])
+
+    def _visit_any(self, step: Step, call: Call) -> None:
+        """Ask the rule itself which input dimension becomes which output dimension."""
+        rule = rule_for(call.target)
+        if rule is None:
+            return
+        for i, value in enumerate(step.inputs):
+            tensor = call.inputs[i]
+            for dim, size in enumerate(tensor.shape):
+                if not isinstance(size, int) or size < 2:
+                    continue
+                probe = Layout.of(size, [[(0, 1)], [(1, size)]])
+                for out, out_dim in self._follow(call, rule, i, dim, probe):
+                    demand = self._demands.get(step.outputs[out], {}).get(out_dim)
+                    if demand:
+                        self._add(value, dim, demand)
+
+    def _follow(self, call: Call, rule: Any, i: int, dim: int, probe: Layout) -> set[tuple[int, int]]:
+        given: list[Any] = [REPLICATE] * len(call.inputs)
+        given[i] = Shard.of(dim, probe)
+        return {
+            (out, d)
+            for strategy in rule(call, given)
+            if strategy.inputs[i] == given[i]
+            for out, placement in enumerate(strategy.outputs)
+            if isinstance(placement, Shard)
+            for d, layout in placement.layouts
+            if layout == probe
+        }
+
+
+def layout_of(structure: Structure, world: int) -> Layout | Indivisible | None:
+    """The layout of a structure: every segment split by itself, a segment of few units on several ranks each."""
+    parts = []
+    for size, unit in structure:
+        count = size // unit
+        if count % world and world % count:
+            return Indivisible(sum(n for n, _ in structure), count, unit)
+        parts.append((size, Layout.even(size, world, unit)))
+    layout = Layout.concat(parts)
+    return None if layout.is_full else layout
+
+
+def refine(a: Structure, b: Structure) -> Structure | None:
+    """The coarsest structure that is finer than both: all their cuts, and units that respect both."""
+    if sum(n for n, _ in a) != sum(n for n, _ in b):
+        return None
+    result: list[tuple[int, int]] = []
+    left, right = list(a), list(b)
+    cut_a = cut_b = False
+    while left and right:
+        (n, u), (m, v) = left[0], right[0]
+        size = min(n, m)
+        unit = lcm(u, v)
+        whole = size % unit == 0 and not ((cut_a and size % u) or (cut_b and size % v))
+        result.append((size, unit if whole else size))
+        cut_a, cut_b = n > size, m > size
+        left[0:1] = [(n - size, u)] if cut_a else []
+        right[0:1] = [(m - size, v)] if cut_b else []
+    return tuple(result)

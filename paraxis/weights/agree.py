@@ -1,0 +1,166 @@
+"""Steps that succeed on all ranks or fail on all of them.
+
+A rank that fails alone leaves the others waiting in the next collective until it times out. So the ranks tell
+one another how a step went, through the key-value store that the process group was set up with: it needs no
+device, works with every backend, and can tell *which* rank does not answer.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from .errors import CheckpointError
+
+DEFAULT_TIMEOUT = 1800.0
+"""Seconds a rank waits for the others, where the caller does not say."""
+
+_FAILED_TIMEOUT = 60.0  # a rank that has failed itself waits no longer than this before it says so
+_rounds: dict[str, int] = {}  # how many exchanges each group has had; the same on all its ranks
+
+
+class _Unanswered(Exception):
+    """Some ranks did not answer in time."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+
+
+def _alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether there is nobody to talk to: no process group, one rank, or a fake group of many."""
+    if not dist.is_available() or not dist.is_initialized():
+        return True
+    return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+
+
+class _Round:
+    """One exchange over the store."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        group = group if group is not None else dist.group.WORLD
+        assert group is not None
+        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
+        self.name = group.group_name
+        self.number = _rounds[self.name] = _rounds.get(self.name, 0) + 1
+        self.global_ranks = dist.get_process_group_ranks(group)
+        self.store = dist.distributed_c10d._get_default_store()
+
+    def _key(self, rank: int, number: int | None = None) -> str:
+        return f"paraxis/{self.name}/{number or self.number}/{rank}"
+
+    def exchange(self, value: Any, timeout: float) -> list[Any]:
+        """Everybody's value (plain data), in the order of the ranks."""
+        self.store.set(self._key(self.rank), json.dumps(value))
+        keys = [self._key(rank) for rank in range(self.world)]
+        try:
+            self.store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError:  # also what a store says whose host has gone
+            raise _Unanswered(self._silent()) from None
+        values = [json.loads(self.store.get(key)) for key in keys]
+        if self.number > 1:  # whoever is in this round has read all of the last one
+            self.store.delete_key(self._key(self.rank, self.number - 1))
+        return values
+
+    def _silent(self) -> list[int]:
+        try:
+            silent = [rank for rank in range(self.world) if not self.store.check([self._key(rank)])]
+            return [self.global_ranks[rank] for rank in silent]
+        except RuntimeError:
+            return []
+
+    def linger(self) -> None:
+        """Wait until all ranks have read this round: the store may live in a process that is about to end."""
+        counter = f"paraxis/{self.name}/{self.number}/read"
+        deadline = time.monotonic() + 10.0
+        try:
+            count = self.store.add(counter, 1)
+            while count < self.world and time.monotonic() < deadline:
+                time.sleep(0.01)
+                count = self.store.add(counter, 0)
+        except RuntimeError:
+            return
+
+
+def exchange(group: dist.ProcessGroup | None, value: Any, what: str, timeout: float | None = None) -> list[Any]:
+    """Everybody's ``value`` (plain data), in the order of the ranks of ``group``. A collective."""
+    if _alone(group):
+        return [value]
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    try:
+        return _Round(group).exchange(value, timeout)
+    except _Unanswered as silent:
+        raise _no_answer(silent, what, timeout) from None
+
+
+def agree(
+    group: dist.ProcessGroup | None,
+    error: str | BaseException | None,
+    what: str,
+    timeout: float | None = None,
+) -> None:
+    """Tell the other ranks how this rank's step went, and raise on all of them if it failed on any.
+
+    Args:
+        group: The ranks that take part; ``None`` is all of them.
+        error: ``None`` if the step succeeded here, otherwise what went wrong.
+        what: The step, as in "loading the weights".
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        The error itself, on a rank that failed. On the others a :class:`CheckpointError` with the same
+        message if it was one (a checkpoint is the same for everybody), else a ``RuntimeError`` that names the
+        rank. TimeoutError: If a rank does not answer; the message names it.
+    """
+    own = RuntimeError(f"{what}: {error}") if isinstance(error, str) else error
+    if _alone(group):
+        if own is not None:
+            raise own
+        return
+    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    step = _Round(group)
+    report = None if own is None else (isinstance(own, CheckpointError), _text(own, error))
+    try:
+        reports = step.exchange(report, timeout if own is None else min(timeout, _FAILED_TIMEOUT))
+    except _Unanswered as silent:
+        raise (_no_answer(silent, what, timeout) if own is None else own) from None
+    failed = [(rank, r) for rank, r in enumerate(reports) if r is not None]
+    if not failed:
+        return
+    step.linger()
+    if own is not None:
+        raise own
+    rank, (about_checkpoint, message) = failed[0]
+    if about_checkpoint:
+        raise CheckpointError(message)
+    raise RuntimeError(f"{what}: rank {step.global_ranks[rank]} failed: {message}")
+
+
+@contextmanager
+def together(group: dist.ProcessGroup | None, what: str, timeout: float | None = None) -> Iterator[None]:
+    """Run the body on every rank of ``group``; if it raises on one, raise on all. See :func:`agree`."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    agree(group, failure, what, timeout)
+
+
+def _text(own: BaseException, error: str | BaseException | None) -> str:
+    if isinstance(error, str):
+        return error
+    return str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
+
+
+def _no_answer(silent: _Unanswered, what: str, timeout: float) -> TimeoutError:
+    who = f"rank {', '.join(map(str, silent.ranks))}" if silent.ranks else "another rank"
+    return TimeoutError(
+        f"{what}: {who} did not answer within {timeout:g} s. It has ended, hangs, or runs another program: "
+        "all ranks of a group must call Paraxis alike. Its own output says more."
+    )

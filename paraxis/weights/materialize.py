@@ -1,0 +1,60 @@
+"""Giving planned parameters their shards, from wherever their values come."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from ..core import Config, ParallelExecutionCtx, ParameterMeta
+from ..sharded import ShardedTensor
+from .agree import together
+from .init import common_seed, initialize_parameters
+from .load import load_parameters, slice_parameters
+
+
+def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
+    """Load, slice or initialize every parameter of the context that has no storage yet. A collective."""
+    pending = {
+        name: p for name, p in ctx.param_cache.items() if isinstance(p, ShardedTensor) and _meta(p).need_initialize
+    }
+    if not pending:
+        return
+    seed = common_seed(config.init_seed, ctx.tp_group)
+    with together(ctx.tp_group, "loading the weights"):
+        device = ctx.current_device
+        own = {name: p for name, p in pending.items() if _meta(p).source is not None}
+        slice_parameters(own, ctx.rank, device)
+        keys = {name: key for name, p in pending.items() if name not in own and (key := _key(p, ctx))}
+        stored = {name: pending[name] for name in keys}
+        progress = config.show_progress and ctx.rank == 0
+        load_parameters(stored, keys, ctx.weight_map, ctx.rank, device, progress)
+        rest = {name: p for name, p in pending.items() if name not in own and name not in stored}
+        initialize_parameters(rest, config.weight_init_fn, seed, ctx.rank, device)
+
+
+def _meta(parameter: nn.Parameter) -> ParameterMeta:
+    meta = parameter._spec  # type: ignore[attr-defined]
+    assert isinstance(meta, ParameterMeta)
+    return meta
+
+
+def _key(parameter: nn.Parameter, ctx: ParallelExecutionCtx) -> str | None:
+    """The tensor of the checkpoint that this parameter is read from."""
+    meta = _meta(parameter)
+    for piece in meta.mapping.values():
+        if piece.source is not None:
+            return piece.source
+    return meta.name if meta.name in ctx.weight_map else None
+
+
+def checksums(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
+    """A fingerprint of each parameter that came with values, to see whether all ranks have the same ones."""
+    sums = {}
+    for name, parameter in parameters.items():
+        source = _meta(parameter).source
+        if source is not None:
+            raw = source.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            sums[name] = hashlib.blake2b(raw.numpy().data, digest_size=8).hexdigest()
+    return sums

@@ -1,0 +1,282 @@
+"""Which tensor in which file of a checkpoint belongs to which parameter."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from .errors import CheckpointError
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+_OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".index")
+
+# safetensors' names of the dtypes whose values may be converted to one another
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_NAMES = {
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+}
+
+
+def other_formats(files: Iterable[str]) -> list[str]:
+    """Those of ``files`` that hold weights in a format other than safetensors."""
+    names = (Path(file).name for file in files)
+    return sorted(name for name in names if name.endswith(_OTHER_FORMATS) and not name.startswith("training_args"))
+
+
+def no_safetensors(where: str, found: Sequence[str]) -> CheckpointError:
+    """The error for a checkpoint without safetensors files, of which ranks could read just their part."""
+    also = f"only {', '.join(found[:4])}{' ...' if len(found) > 4 else ''}" if found else "no weights at all"
+    return CheckpointError(
+        f"{where!r} has no weights in safetensors format ({also}). Convert it once: load it with "
+        "transformers' `from_pretrained` and save it with `save_pretrained`, then use the new directory. "
+        "To run without weights, pass skip_load_weights=True."
+    )
+
+
+@contextmanager
+def open_file(path: str) -> Iterator[Any]:
+    """An open safetensors file."""
+    try:
+        file = safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        message = f"{path!r} is not a readable safetensors file ({error}); it may be cut off: get it again"
+        raise CheckpointError(message) from error
+    with file as handle:
+        yield handle
+
+
+def collect_weight_map(folder: str | Path) -> dict[str, str]:
+    """For every tensor in the checkpoint in ``folder``, the absolute path of the file it is in.
+
+    An index is believed; without one the headers of the files are read. A ``model.safetensors`` is then the
+    whole checkpoint, whatever lies beside it.
+    """
+    folder = Path(folder).absolute()
+    index = folder / INDEX_NAME
+    if index.is_file():
+        return _from_index(folder, index)
+    single = folder / SINGLE_NAME
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise no_safetensors(str(folder), other_formats(p.name for p in folder.iterdir()))
+    weight_map: dict[str, str] = {}
+    for file in files:
+        with open_file(str(file)) as handle:
+            for key in handle.keys():  # noqa: SIM118 -- not a dictionary
+                if key in weight_map:
+                    raise CheckpointError(
+                        f"tensor {key!r} is both in {weight_map[key]!r} and in {str(file)!r}, and there is "
+                        f"no {INDEX_NAME} to say which one counts: leave only one of them in the directory"
+                    )
+                weight_map[key] = str(file)
+    return weight_map
+
+
+def _from_index(folder: Path, index: Path) -> dict[str, str]:
+    try:
+        entries: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{str(index)!r} is not an index of safetensors files: {error!r}") from error
+    missing = sorted({name for name in entries.values() if not (folder / name).is_file()})
+    if missing:
+        raise CheckpointError(
+            f"{str(index)!r} names {len(missing)} files that are not there: {', '.join(missing[:8])}"
+            f"{' ...' if len(missing) > 8 else ''}. The download or the copy is incomplete."
+        )
+    return {key: str(folder / name) for key, name in entries.items()}
+
+
+# -- names ---------------------------------------------------------------------------------------------------
+
+
+class _Names:
+    """The names a checkpoint's tensors have in the model."""
+
+    def __init__(self, names: Iterable[str], prefix: str, model: nn.Module | None) -> None:
+        self.known = set(names)
+        self.prefix = f"{prefix}." if prefix else ""
+        self.renamings, self.converters = _conversions(model)
+
+    def _locate(self, key: str) -> str | None:
+        """The name of ``key``, which may have been saved with the model's head or without it."""
+        if key in self.known:
+            return key
+        if self.prefix and self.prefix + key in self.known:
+            return self.prefix + key
+        bare = key.removeprefix(self.prefix)
+        return bare if bare in self.known else None
+
+    def _renamed(self, key: str) -> str:
+        for renaming in self.renamings:
+            key = renaming.rename_source_key(key)[0]
+        return key
+
+    def of(self, key: str) -> str | None:
+        """The name of the parameter that the tensor ``key`` is, or ``None``."""
+        if self.converted(key) is not None:
+            return None  # its values are not the parameter's, even where its name and its shape are
+        # A new name that the model does not have was not meant for this checkpoint.
+        return self._locate(self._renamed(key)) or self._locate(key)
+
+    def converted(self, key: str) -> str | None:
+        """The name of the parameter that ``key`` is only a part or another form of, or ``None``."""
+        renamed = self._renamed(key)
+        for converter in self.converters:
+            target, pattern = converter.rename_source_key(renamed)
+            if pattern is not None:
+                return self._locate(target)
+        return None
+
+
+def _conversions(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
+    """What transformers does to the names of older checkpoints of this model: (renamings, conversions)."""
+    if model is None or not hasattr(model, "base_model_prefix"):
+        return [], []
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    transforms: list[Any] = list(get_model_conversion_mapping(model))
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    return renamings, [t for t in transforms if isinstance(t, WeightConverter)]
+
+
+def match_parameters(
+    params: Mapping[str, torch.Tensor],
+    tied_names: Mapping[str, Sequence[str]],
+    weight_map: Mapping[str, str],
+    base_model_prefix: str = "",
+    model: nn.Module | None = None,
+) -> dict[str, str]:
+    """For each parameter the key of its tensor in the checkpoint. Parameters that have none are left out.
+
+    Args:
+        params: Parameters (or buffers) by their first names.
+        tied_names: All names of those that have several, by first name; the tensor may be saved under any of
+            them.
+        weight_map: The keys of the checkpoint, with their files.
+        base_model_prefix: Name of the model inside the model with a head; keys may have it or lack it.
+        model: A transformers model, whose renamings of older checkpoints are then applied.
+    """
+    all_names = {name: list(tied_names.get(name, [name])) for name in params}
+    names = _Names((n for several in all_names.values() for n in several), base_model_prefix, model)
+    found: dict[str, str] = {}
+    for key in sorted(weight_map):
+        name = names.of(key)
+        if name is not None and (name not in found or key == name):
+            found[name] = key
+    matched: dict[str, str] = {}
+    for first, several in all_names.items():
+        saved_as = [found[name] for name in (first, *several) if name in found]
+        if saved_as:
+            matched[first] = saved_as[0]
+    return matched
+
+
+# -- checking ------------------------------------------------------------------------------------------------
+
+
+def check_checkpoint(
+    params: Mapping[str, torch.Tensor],
+    keys: Mapping[str, str],
+    weight_map: Mapping[str, str],
+    tied_names: Mapping[str, Sequence[str]] | None = None,
+    base_model_prefix: str = "",
+    model: nn.Module | None = None,
+) -> None:
+    """Raise one error with everything that does not fit, from the headers, before any weight is read.
+
+    Listed are parameters without a tensor, tensors of another shape, and tensors of a kind of dtype that
+    cannot be converted (quantized weights). ``keys`` is what :func:`match_parameters` gave; the other
+    arguments are the same. Tied parameters that are in the checkpoint under several names must have the same
+    values there.
+    """
+    problems = _missing([name for name in params if name not in keys], weight_map, base_model_prefix, model)
+    by_file: dict[str, list[str]] = {}
+    for name, key in keys.items():
+        by_file.setdefault(weight_map[key], []).append(name)
+    for file, names in by_file.items():
+        with open_file(file) as handle:
+            there = set(handle.keys())
+            for name in names:
+                if keys[name] not in there:
+                    problems.append(f"{name}: the index says it is in {Path(file).name!r}, where it is not")
+                else:
+                    problems += _mismatch(name, keys[name], params[name], handle.get_slice(keys[name]))
+    if not problems:
+        problems = [p for several in (tied_names or {}).values() for p in _untied(list(several), weight_map)]
+    if problems:
+        lines = "\n".join(f"  - {problem}" for problem in problems)
+        raise CheckpointError(f"the checkpoint does not fit the model:\n{lines}")
+
+
+def _missing(missing: list[str], weight_map: Mapping[str, str], prefix: str, model: nn.Module | None) -> list[str]:
+    """A line for each parameter without a tensor; those that are stored in another form say so."""
+    if not missing:
+        return []
+    names = _Names(missing, prefix, model)
+    forms: dict[str, list[str]] = {}
+    for key in sorted(weight_map) if names.converters else ():
+        name = names.converted(key)
+        if name is not None:
+            forms.setdefault(name, []).append(key)
+    lines = []
+    for name in missing:
+        if name in forms:
+            stored = f"stored in another form, as {len(forms[name])} tensors such as {forms[name][0]!r}"
+            lines.append(f"{name}: {stored}; load it with transformers and save it with `save_original_format=False`")
+        else:
+            lines.append(f"{name}: missing in the checkpoint")
+    return lines
+
+
+def _mismatch(name: str, key: str, param: torch.Tensor, stored: Any) -> list[str]:
+    label = name if key == name else f"{name} (in the checkpoint {key})"
+    shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+    if shape != tuple(param.shape):
+        return [f"{label}: shape {shape} in the checkpoint, {tuple(param.shape)} in the model"]
+    wanted = _NAMES.get(param.dtype)
+    if dtype != wanted and not (wanted is None and dtype in _FLOATS):
+        return [f"{label}: {dtype} in the checkpoint, {param.dtype} in the model; quantized weights are not read"]
+    return []
+
+
+def _untied(names: list[str], weight_map: Mapping[str, str]) -> list[str]:
+    """A line for each pair of names of one parameter under which the checkpoint has different values."""
+    present = [name for name in names if name in weight_map]
+    lines = []
+    for name in present[1:]:
+        if not _equal(present[0], name, weight_map):
+            lines.append(
+                f"{name}: tied to {present[0]} in the model, but the checkpoint has different values for "
+                "them. If they are word embeddings, pass tie_word_embeddings=False"
+            )
+    return lines
+
+
+def _equal(first: str, second: str, weight_map: Mapping[str, str], rows: int = 4096) -> bool:
+    """Whether two tensors are equal, read a few rows at a time."""
+    with open_file(weight_map[first]) as a, open_file(weight_map[second]) as b:
+        x, y = a.get_slice(first), b.get_slice(second)
+        if x.get_shape() != y.get_shape():
+            return False
+        if not x.get_shape():
+            return torch.equal(a.get_tensor(first), b.get_tensor(second))
+        starts = range(0, x.get_shape()[0], rows)
+        return all(torch.equal(x[i : i + rows], y[i : i + rows]) for i in starts)

@@ -1,0 +1,240 @@
+"""Collectives: what they compute, what they leave alone, and what they say when they fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from placed import each
+
+import paraxis.distributed as pd
+from paraxis.distributed import CollectiveError, count_collectives
+from ranks import RankPool, spawn_ranks
+
+Ranks = Callable[[int], RankPool]
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8]
+
+
+def mine(shape: tuple[int, ...], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """What each rank brings: small integers, which every dtype adds up exactly."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 8, shape, generator=generator).to(dtype)
+
+
+def all_collectives(shape: tuple[int, ...], dtype: torch.dtype, dim: int, transpose: bool) -> dict[str, Any]:
+    group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    x = mine(shape, rank, dtype)
+    if transpose:
+        x = x.transpose(0, -1).contiguous().transpose(0, -1)
+    before = x.clone()
+    results = {
+        "all_reduce": pd.all_reduce(x, group),
+        "maximum": pd.all_reduce(x, group, op="max"),
+        "all_gather": pd.all_gather(x, group, dim),
+        "reduce_scatter": pd.reduce_scatter(x, group, dim),
+        "broadcast": pd.broadcast(x, group, src=world - 1),
+        "split": pd.split(x, group, dim),
+    }
+    assert torch.equal(x, before)
+    return {name: result.clone() for name, result in results.items()}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_values(ranks: Ranks, world: int) -> None:
+    shape = (4, 8, 4)
+    cases = [(dtype, 1, False) for dtype in DTYPES] + [(torch.float32, d, t) for d in (0, -1) for t in (0, 1)]
+    jobs = ranks(world).run(each, all_collectives, [(shape, d, dim, bool(t)) for d, dim, t in cases])
+    for case, (dtype, dim, _) in enumerate(cases):
+        all_x = [mine(shape, rank, dtype) for rank in range(world)]
+        total = torch.stack(all_x).sum(0).to(dtype)
+        for rank, result in enumerate(job[case] for job in jobs):
+            expected = {
+                "all_reduce": total,
+                "maximum": torch.stack(all_x).amax(0),
+                "all_gather": torch.cat(all_x, dim),
+                "reduce_scatter": total.chunk(world, dim)[rank],
+                "broadcast": all_x[-1],
+                "split": all_x[rank].chunk(world, dim)[rank],
+            }
+            assert result.keys() == expected.keys()
+            for name, value in expected.items():
+                assert result[name].dtype == dtype, name
+                assert torch.equal(result[name], value), (name, dtype, dim)
+
+
+def narrow_dtypes() -> list[torch.Tensor]:
+    group = dist.group.WORLD
+    flags = torch.tensor([True, True, False]) if dist.get_rank() else torch.tensor([True, False, False])
+    either = pd.all_reduce(flags, group)
+    eighths = torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn)
+    raw = either.view(torch.uint8).clone()
+    return [either, raw, pd.all_gather(flags, group), pd.all_reduce(eighths, group).float()]
+
+
+def test_dtypes_that_backends_do_not_have(ranks: Ranks) -> None:
+    for either, raw, gathered, eighths in ranks(2).run(narrow_dtypes):
+        assert either.tolist() == [True, True, False]
+        assert raw.tolist() == [1, 1, 0]  # a bool of two would equal neither True nor False
+        assert gathered.tolist() == [True, False, False, True, True, False]
+        assert eighths.tolist() == [1.0, 4.0]
+
+
+def counted() -> tuple[dict[str, int], int, dict[str, int], int]:
+    group, x = dist.group.WORLD, torch.ones(4, 2)
+    with count_collectives() as outer:
+        pd.all_reduce(x, group)
+        with count_collectives() as inner:
+            pd.all_reduce(x, group)
+            pd.all_gather(x, group)
+            pd.reduce_scatter(x, group)
+            pd.split(x, group)
+    pd.all_reduce(x, group)
+    return dict(outer.counts), outer.total, dict(inner.counts), inner.bytes
+
+
+def test_counting(ranks: Ranks) -> None:
+    for outer, total, inner, size in ranks(2).run(counted):
+        assert inner == {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 1}
+        assert outer == {**inner, "all_reduce": 2} and total == 4
+        assert size == 32 + 64 + 32
+
+
+def alone() -> None:
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    x = torch.ones(3, requires_grad=True)
+    with count_collectives() as counter:
+        for function in (pd.all_reduce, pd.all_gather, pd.reduce_scatter, pd.broadcast, pd.split):
+            assert function(x, group) is x
+    assert counter.total == 0
+
+
+def test_a_single_rank_does_nothing(ranks: Ranks) -> None:
+    ranks(2).run(alone)
+
+
+def misuse() -> list[str]:
+    group, messages = dist.group.WORLD, []
+    for function, x in [
+        (pd.reduce_scatter, torch.ones(2, 3)),
+        (pd.split, torch.ones(2, 3)),
+        (pd.all_reduce, torch.ones(2, requires_grad=True)),
+    ]:
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            function(x, group)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_misuse_is_refused_before_any_communication(ranks: Ranks) -> None:
+    for scatter, split, gradient in ranks(2).run(misuse):
+        assert "3 is not divisible by 2" in scatter and "reduce_scatter" in scatter
+        assert "3 is not divisible by 2" in split
+        assert "all_reduce is not differentiable" in gradient
+
+
+# -- failures -----------------------------------------------------------------------------------------------
+
+
+def one_does_not_join() -> str:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if dist.get_rank() == 0:
+        return "stayed away"
+    with pytest.raises(CollectiveError) as caught:
+        pd.all_reduce(torch.ones(2, 8, 64), group)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    return str(caught.value)
+
+
+def test_a_timeout_names_the_collective_and_the_rank(ranks: Ranks) -> None:
+    message = ranks(2).run(one_does_not_join)[1]
+    assert message.startswith("rank 1 of 2: all_reduce of a float32 tensor of shape (2, 8, 64) failed: ")
+    assert "1000ms" in message and "different programs" in message
+
+
+def one_dies() -> None:
+    if dist.get_rank() == 0:
+        os._exit(3)
+    pd.all_gather(torch.ones(2, dtype=torch.bfloat16), dist.group.WORLD, 0)
+
+
+def test_the_death_of_a_rank_is_reported() -> None:
+    survivor = spawn_ranks(2, one_dies, timeout=30.0)[1]
+    assert survivor.error == "CollectiveError", survivor.message
+    assert "rank 1 of 2: all_gather of a bfloat16 tensor of shape (2,) failed" in survivor.message
+
+
+# -- differentiable pairs -----------------------------------------------------------------------------------
+
+PAIRS = {
+    "identity": pd.differentiable_identity,
+    "all_reduce": pd.differentiable_all_reduce_sum,
+    "all_gather": pd.differentiable_all_gather,
+    "scatter": pd.differentiable_scatter,
+    "gather_parts": pd.differentiable_all_gather_reduce_scatter,
+    "reduce_scatter": pd.differentiable_reduce_scatter_sum,
+}
+
+
+def apply_pair(name: str, x: torch.Tensor) -> torch.Tensor:
+    dims = () if name in ("identity", "all_reduce") else (1,)
+    return PAIRS[name](x, dist.group.WORLD, *dims)
+
+
+def forward_and_backward(name: str, compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    x = mine((2, 4, 3), rank).requires_grad_()
+    run = torch.compile(apply_pair, backend="aot_eager", fullgraph=True) if compiled else apply_pair
+    y = run(name, x)
+    y.backward(mine(tuple(y.shape), rank + 10))
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_pairs(ranks: Ranks, compiled: bool) -> None:
+    world = 2
+    xs = [mine((2, 4, 3), rank) for rank in range(world)]
+    jobs = ranks(world).run(each, forward_and_backward, [(name, compiled) for name in PAIRS])
+    for name, *results in zip(PAIRS, *jobs):
+        grads = [mine(tuple(results[0][0].shape), rank + 10) for rank in range(world)]
+        for rank, (y, grad) in enumerate(results):
+            forward = {
+                "identity": lambda rank=rank: xs[rank],
+                "all_reduce": lambda: xs[0] + xs[1],
+                "all_gather": lambda: torch.cat(xs, 1),
+                "scatter": lambda rank=rank: xs[rank].chunk(world, 1)[rank],
+                "gather_parts": lambda: torch.cat(xs, 1),
+                "reduce_scatter": lambda rank=rank: (xs[0] + xs[1]).chunk(world, 1)[rank],
+            }
+            backward = {
+                "identity": lambda: grads[0] + grads[1],  # noqa: B023
+                "all_reduce": lambda rank=rank: grads[rank],  # noqa: B023
+                "all_gather": lambda rank=rank: grads[rank].chunk(world, 1)[rank],  # noqa: B023
+                "scatter": lambda: torch.cat(grads, 1),  # noqa: B023
+                "gather_parts": lambda rank=rank: (grads[0] + grads[1]).chunk(world, 1)[rank],  # noqa: B023
+                "reduce_scatter": lambda: torch.cat(grads, 1),  # noqa: B023
+            }
+            assert torch.equal(y, forward[name]()), name
+            assert torch.equal(grad, backward[name]()), name
+
+
+def test_one_rank_of_a_fake_group_runs_alone() -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    try:
+        x = torch.ones(2, 16)
+        group = dist.group.WORLD
+        assert pd.all_reduce(x, group).shape == (2, 16)
+        assert pd.all_gather(x, group).shape == (2, 128)
+        assert pd.reduce_scatter(x, group).shape == (2, 2)
+        assert pd.broadcast(x, group).shape == (2, 16)
+        assert pd.split(x, group).shape == (2, 2)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,107 @@
+"""Redistribution between all pairs of placements: values, and gradients by the convention of `placement`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from placed import assemble, cut, spread
+
+from paraxis.distributed import redistribute
+from paraxis.placement import PARTIAL, REPLICATE, SHARED, Layout, Placement, Shard
+from ranks import RankPool
+
+SHAPE = (8, 12, 7, 3)
+
+
+def placements(world: int) -> dict[str, Placement]:
+    """One of every kind. The last dimension has fewer indices than four ranks."""
+    even = Layout.even
+    found: dict[str, Placement] = {
+        "replicate": REPLICATE,
+        "partial": PARTIAL,
+        "shared": SHARED,
+        "even": Shard.of(1, even(12, world)),
+        "even, first": Shard.of(0, even(8, world)),
+        "uneven": Shard.of(2, even(7, world)),
+        "packed": Shard.of(1, Layout.concat([(8, even(8, world)), (4, even(4, world))])),
+        "packed, part shared": Shard.of(1, Layout.concat([(8, even(8, world)), (4, Layout.full(world))])),
+        "repeating": Shard.of(1, even(4, world)),
+    }
+    if world == 4:
+        found["two heads"] = Shard.of(1, even(12, 4, unit=6))
+        found["empty"] = Shard.of(3, even(3, 4))
+        rows = Layout.of(8, [[(r // 2 * 4, r // 2 * 4 + 4)] for r in range(4)])
+        columns = Layout.of(12, [[(r % 2 * 6, r % 2 * 6 + 6)] for r in range(4)])
+        found["two dims"] = Shard.of({0: rows, 1: columns})
+    return found
+
+
+def noise(seed: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def values(placement: Placement, world: int) -> list[torch.Tensor]:
+    """What every rank holds of the tensor `noise(0)`."""
+    whole = noise(0)
+    if placement == PARTIAL:
+        terms = [noise(1 + rank) for rank in range(world - 1)]
+        return [*terms, whole - sum(terms)]
+    return [cut(whole, placement, rank) for rank in range(world)]
+
+
+def gradients(placement: Placement, world: int) -> list[torch.Tensor]:
+    """What every rank holds of the gradient `noise(100)`: in arbitrary parts where elements have copies."""
+    whole = noise(100)
+    if not isinstance(placement, Shard):
+        return [whole] * world
+    parts, rest = [], whole.clone()
+    later = torch.zeros(SHAPE)
+    holders = [spread(torch.ones_like(cut(whole, placement, r)), placement, SHAPE, r) for r in range(world)]
+    for rank in range(world):
+        later = sum(holders[rank + 1 :], torch.zeros(SHAPE))
+        part = torch.where(later > 0, noise(101 + rank), rest) * holders[rank]
+        rest = rest - part
+        parts.append(cut(part, placement, rank))
+    return parts
+
+
+def move_all(world: int) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
+    rank, results = dist.get_rank(), {}
+    for (a, source), (b, target) in itertools.product(placements(world).items(), repeat=2):
+        x = values(source, world)[rank].clone().requires_grad_()
+        y = redistribute(x, source, target, SHAPE, dist.group.WORLD)
+        y.backward(gradients(target, world)[rank])
+        assert x.grad is not None and y.shape == values(target, world)[rank].shape
+        results[a, b] = (y.detach(), x.grad)
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_between_all_pairs(ranks: Callable[[int], RankPool], world: int) -> None:
+    results = ranks(world).run(move_all, world)
+    known, whole, gradient = placements(world), noise(0), noise(100)
+    assert len(results[0]) == len(known) ** 2
+    for a, b in results[0]:
+        source, target = known[a], known[b]
+        moved = [result[a, b][0] for result in results]
+        grads = [result[a, b][1] for result in results]
+        if target == PARTIAL:
+            torch.testing.assert_close(torch.stack(moved).sum(0), whole, msg=f"{a} to {b}")
+        else:
+            for rank, y in enumerate(moved):
+                expected = cut(whole, target, rank)
+                torch.testing.assert_close(y, expected, msg=lambda m, p=(a, b): f"{p}: {m}")
+        if isinstance(source, Shard):
+            grads = [assemble(grads, source, SHAPE)]
+        for grad in grads:
+            torch.testing.assert_close(grad, gradient, msg=lambda m, p=(a, b): f"gradient, {p}: {m}")
+
+
+def test_the_oracle_gives_every_element_its_gradient() -> None:
+    for placement in placements(4).values():
+        if isinstance(placement, Shard):
+            torch.testing.assert_close(assemble(gradients(placement, 4), placement, SHAPE), noise(100))
