@@ -89,7 +89,9 @@ def _digest(graph_module: GraphModule) -> str:
         strategy = solved.solution.strategies[step]
         shapes = [tuple(map(str, t.shape)) for t in (*step.call.inputs, *step.call.outputs)]
         placements = [str(p) for p in (*strategy.inputs, *strategy.outputs)]
-        lines.append(f"{step.call.target} {shapes} {placements}")
+        target = step.call.target
+        name = target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
+        lines.append(f"{name} {shapes} {placements}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
@@ -97,7 +99,9 @@ def _summary(example_inputs: list[Any]) -> str:
     """The inputs of the graph, less the parameters, in words."""
     shown = [x for x in example_inputs if not isinstance(x, nn.Parameter)]
     return ", ".join(
-        f"{tuple(x.shape)}{' sharded' if isinstance(x, ShardedTensor) else ''}" if isinstance(x, torch.Tensor) else str(x)
+        f"{tuple(x.shape)}{' sharded' if isinstance(x, ShardedTensor) else ''}"
+        if isinstance(x, torch.Tensor)
+        else str(x)
         for x in shown[:6]
     )
 
@@ -108,7 +112,7 @@ def _compare_graphs(ctx: ParallelExecutionCtx, config: Config, digest: str, summ
     if len({digest for digest, _ in answers}) > 1:
         described = "; ".join(f"rank {rank}: {inputs}" for rank, (_, inputs) in enumerate(answers))
         raise RuntimeError(
-            f"rank {ctx.rank} of {ctx.world_size}: the ranks compiled different graphs, whose collectives would wait for "
-            f"one another forever. Inputs on {described}. Every rank must call the model with inputs of the same shapes "
-            "and in the same mode."
+            f"rank {ctx.rank} of {ctx.world_size}: the ranks compiled different graphs, whose collectives would wait "
+            f"for one another forever. Inputs on {described}. Every rank must call the model with inputs of the same "
+            "shapes and in the same mode."
         )

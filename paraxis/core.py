@@ -144,7 +144,7 @@ class Config:
 
     lint_and_recompile: bool = True
     clean_markers_after_all_passes: bool = True
-    weight_init_fn: Callable[..., Any] = partial(nn.init.normal_, std=0.02)
+    weight_init_fn: Callable[..., Any] = partial(nn.init.normal_, std=0.02)  # noqa: RUF009 -- immutable
     enable_sequence_parallel: bool = False
     gather_outputs: bool = True
     init_seed: int | None = None

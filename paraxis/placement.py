@@ -21,10 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
 from math import prod
-from typing import Any, Union
+from typing import Any
 
 Range = tuple[int, int]
 Ranges = tuple[Range, ...]
@@ -73,6 +72,12 @@ class Layout:
 
     period: int
     ranges: tuple[Ranges, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.period, self.ranges)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
 
     # -- construction ------------------------------------------------------------------------------------------
 
@@ -255,11 +260,19 @@ class Shard:
 
     layouts: tuple[tuple[int, Layout], ...]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash(self.layouts))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
     @classmethod
     def of(cls, layouts: Mapping[int, Layout] | int, layout: Layout | None = None) -> Shard:
         """``Shard.of(dim, layout)`` or ``Shard.of({dim: layout, ...})``."""
         items = {layouts: layout} if isinstance(layouts, int) else dict(layouts)
-        return cls(tuple(sorted(((d, x) for d, x in items.items() if x is not None and not x.is_full), key=lambda i: i[0])))
+        return cls(
+            tuple(sorted(((d, x) for d, x in items.items() if x is not None and not x.is_full), key=lambda i: i[0]))
+        )
 
     @property
     def dims(self) -> dict[int, Layout]:
@@ -270,8 +283,11 @@ class Shard:
         """Some element lives on more than one rank."""
         if not self.layouts:
             return True
-        held = (prod(Fraction(_length(x.ranges[r]), x.period) for _, x in self.layouts) for r in range(self.world))
-        return sum(held) > 1
+        # In integers and lists: a compiler traces this in the backward of a redistribution.
+        held = 0
+        for rank in range(self.world):
+            held += prod([_length(x.ranges[rank]) for _, x in self.layouts])
+        return held > prod([x.period for _, x in self.layouts])
 
     @property
     def world(self) -> int:
@@ -281,7 +297,7 @@ class Shard:
         return "S(" + ", ".join(f"{d}" if str(x) == "even" else f"{d}: {x}" for d, x in self.layouts) + ")"
 
 
-Placement = Union[Replicate, Partial, Shard]
+Placement = Replicate | Partial | Shard
 
 REPLICATE = Replicate()
 PARTIAL = Partial()

@@ -179,7 +179,9 @@ class Plan:
     def _caption(self) -> str:
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.count().items()) or "none"
         lines = [f"Collectives in one forward: {kinds}."]
-        matrices = [(n, r) for n, r in self.replicated if n in self.parameters and len(self.parameters[n].global_shape) > 1]
+        matrices = [
+            (n, r) for n, r in self.replicated if n in self.parameters and len(self.parameters[n].global_shape) > 1
+        ]
         lines += [f"Whole: {name}: {reason}" for name, reason in _grouped(matrices)]
         lines += [f"Gathered: {name}: {reason}" for name, reason in _grouped(self.gathered)]
         return "\n".join(lines)

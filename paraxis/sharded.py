@@ -104,12 +104,12 @@ class ShardedTensor(torch.Tensor):
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], spec: Any, size: Any, stride: Any) -> ShardedTensor:
         return ShardedTensor(inner["_local"], spec, size)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = "unplaced" if self._spec.placement is None else str(self._spec.placement)
         return f"ShardedTensor(shape={tuple(self.shape)}, local={tuple(self._local.shape)}, placement={where})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         sharded = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
         if isinstance(sharded[0]._local, FakeTensor):

@@ -81,7 +81,7 @@ def _purify(graph: Graph) -> None:
         alone = all(n is target or n is node or not _used_after(n, node, order) for n in family)
         if functional is not None and alone and target.op == "call_function" and not _is_view(target):
             node.target = functional
-            target.replace_all_uses_with(node, delete_user_cb=lambda user, n=node: order[user] > order[n])
+            target.replace_all_uses_with(node, delete_user_cb=_after(node, order))
         else:
             for member in family | {node}:
                 member.meta["impure"] = True
@@ -93,6 +93,10 @@ def _drop_idle_dropout(graph: Graph) -> None:
         if node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _after(point: Node, order: dict[Node, int]) -> Any:
+    return lambda user: order[user] > order[point]
 
 
 def _used_after(node: Node, point: Node, order: dict[Node, int]) -> bool:
@@ -109,7 +113,9 @@ def _aliases(node: Node) -> set[Node]:
         family.add(current)
         if _is_view(current) or _mutated(current) is not None:
             stack += [a for a in current.all_input_nodes[:1]]
-        stack += [u for u in current.users if (_is_view(u) and u.all_input_nodes[0] is current) or _mutated(u) is current]
+        stack += [
+            u for u in current.users if (_is_view(u) and u.all_input_nodes[0] is current) or _mutated(u) is current
+        ]
     return family
 
 

@@ -1,8 +1,8 @@
 """Functions with a backward of their own.
 
-A ``torch.autograd.Function`` in a model is captured as an operator with two subgraphs, forward and backward. Its backward
-is the author's and need not be the derivative of its forward, so the two are kept together: the ATen graph has one node
-for it. On shards it may run only if everything inside is elementwise; otherwise its inputs are made whole.
+A ``torch.autograd.Function`` in a model is captured as an operator with two subgraphs, forward and backward. Its
+backward is the author's and need not be the derivative of its forward, so the two are kept together: the ATen graph has
+one node for it. On shards it may run only if everything inside is elementwise; otherwise its inputs are made whole.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def trace_custom_function(target: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Run the function while tracing, leaving one node in the graph instead of its inside."""
     forward, backward, *rest = args
     function = CustomFunction(target, forward, backward, kwargs)
-    mode = get_proxy_mode()
-    assert mode is not None
+    mode: Any = get_proxy_mode()
     with disable_proxy_modes_tracing(), torch.no_grad():
         result = function(*rest)
     proxies = pytree.tree_map(mode.tracer.unwrap_proxy, tuple(rest))

@@ -198,8 +198,7 @@ def outputs(model: Any, tokens: Tensor) -> Outputs:
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
     gradients = {
-        name: None if parameter.grad is None else whole(parameter.grad)
-        for name, parameter in model.named_parameters()
+        name: None if parameter.grad is None else whole(parameter.grad) for name, parameter in model.named_parameters()
     }
     prompt = tokens[:, :PROMPT]
     generated = model.generate(

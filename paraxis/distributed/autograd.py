@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from .collectives import all_gather, reduce_scatter, split
+from .collectives import all_gather, dense, reduce_scatter, split
 from .redistribute import _Reduce, _Share
 
 Group = dist.ProcessGroup | None
@@ -45,7 +45,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return split(grad, ctx.group, ctx.dim).contiguous(), None, None
+        return dense(split(grad, ctx.group, ctx.dim)), None, None
 
 
 class _Scatter(torch.autograd.Function):
@@ -54,7 +54,7 @@ class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Group, dim: int) -> torch.Tensor:
         ctx.group, ctx.dim = group, dim
-        return split(x, group, dim).contiguous()
+        return dense(split(x, group, dim))
 
     @staticmethod
     @once_differentiable

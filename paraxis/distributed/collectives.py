@@ -141,6 +141,15 @@ def _collective(
     return run  # type: ignore[return-value]
 
 
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of the same values.
+
+    ``tensor.contiguous()`` alone is not the same to a compiler: where there is nothing to do it still makes a
+    second name of one tensor, and between these two torch 2.11 loses the gradient of an autograd function.
+    """
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
 _backends: dict[tuple[str, str], str] = {}
 
 
@@ -169,13 +178,13 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) ->
     dim, world = dim % tensor.ndim, group.size()
     if tensor.device.type != "cpu" and _backend(group.group_name, tensor.device.type) == "gloo":
         # Gloo's functional all-gather takes the memory to be the host's, and crashes.
-        parts = [_ops.broadcast(tensor.contiguous(), rank, group.group_name) for rank in range(world)]
+        parts = [_ops.broadcast(dense(tensor), rank, group.group_name) for rank in range(world)]
         return torch.cat([_ops.wait_tensor(part) for part in parts], dim)
-    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(tensor.contiguous(), world, group.group_name))
+    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(dense(tensor), world, group.group_name))
     if dim == 0:
         return whole
     # No copy if all dimensions before `dim` have size one, as in decoding a single token.
-    return whole.unflatten(0, (world, tensor.shape[0])).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+    return whole.unflatten(0, (world, tensor.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
 
 
 @_collective
@@ -186,16 +195,16 @@ def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = -1
     if _backend(group.group_name, tensor.device.type) in ("gloo", "mpi"):
         # These have none, or one that is an all-reduce inside.
         summed = _ops.wait_tensor(_ops.all_reduce(tensor, "sum", group.group_name))
-        return split(summed, group, dim).contiguous()
+        return dense(split(summed, group, dim))
     if dim != 0:
         tensor = tensor.unflatten(dim, (world, tensor.shape[dim] // world)).movedim(dim, 0).flatten(0, 1)
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(tensor.contiguous(), "sum", world, group.group_name))
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(dense(tensor), "sum", world, group.group_name))
 
 
 @_collective
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> torch.Tensor:
     """The tensor of rank ``src`` of the group, on every rank. All pass one of the same shape and dtype."""
-    return _ops.wait_tensor(_ops.broadcast(tensor.contiguous(), src, group.group_name))
+    return _ops.wait_tensor(_ops.broadcast(dense(tensor), src, group.group_name))
 
 
 def split(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, dim: int = -1) -> torch.Tensor:

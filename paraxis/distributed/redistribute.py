@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ..placement import REPLICATE, Layout, Partial, Placement, Replicate, Shard, local_index, local_shape
-from .collectives import all_gather, all_reduce, reduce_scatter
+from .collectives import all_gather, all_reduce, dense, reduce_scatter
 
 # -- plain functions -----------------------------------------------------------------------------------------------
 
@@ -175,12 +175,12 @@ class _Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, placement: Shard, group: Any) -> torch.Tensor:
         ctx.placement, ctx.group, ctx.shape = placement, group, x.shape
-        return slice_box(x, placement, dist.get_rank(group)).contiguous()
+        return dense(slice_box(x, placement, dist.get_rank(group)))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if not ctx.placement.has_copies:
-            return gather_box(grad.contiguous(), ctx.placement, ctx.shape, ctx.group), None, None
+            return gather_box(dense(grad), ctx.placement, ctx.shape, ctx.group), None, None
         summed = sum_copies(grad, ctx.placement, ctx.shape, ctx.group)
         return gather_box(summed, ctx.placement, ctx.shape, ctx.group), None, None
 
@@ -191,7 +191,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, placement: Shard, shape: Sequence[int], group: Any) -> torch.Tensor:
         ctx.placement, ctx.group, ctx.shape = placement, group, tuple(shape)
-        return gather_box(x.contiguous(), placement, shape, group)
+        return gather_box(dense(x), placement, shape, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -211,13 +211,13 @@ class _ReduceScatter(torch.autograd.Function):
             dim, layout = placement.layouts[0]
             if layout.is_even and layout.contiguous(x.shape[dim]):
                 return reduce_scatter(x, group, dim)
-        return slice_box(all_reduce(x, group), placement, dist.get_rank(group)).contiguous()
+        return dense(slice_box(all_reduce(x, group), placement, dist.get_rank(group)))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         if ctx.placement.has_copies:
             grad = sum_copies(grad, ctx.placement, ctx.shape, ctx.group)
-        return gather_box(grad.contiguous(), ctx.placement, ctx.shape, ctx.group), None, None
+        return gather_box(dense(grad), ctx.placement, ctx.shape, ctx.group), None, None
 
 
 class _Term(torch.autograd.Function):

@@ -11,9 +11,7 @@ from ..rules import Call
 from ..solver import Candidates, Program, Solution, Value
 
 
-def check_divisibility(
-    program: Program, solution: Solution, candidates: Candidates, names: Mapping[Node, str]
-) -> None:
+def check_divisibility(program: Program, solution: Solution, candidates: Candidates, names: Mapping[Node, str]) -> None:
     """Raise if a matrix had to stay whole, or to be split where it costs a collective, only because of its sizes."""
     fixed = set(program.placements)
     for step in program.steps:
@@ -33,9 +31,12 @@ def _used_dim(call: Call, i: int, solution: Solution, step: object, value: Value
     rows = {"aten::linear": (1, 0), "aten::addmm": (2, 1), "aten::embedding": (0, 0)}.get(call.target._schema.name)
     if rows is None or rows[0] != i:
         return None
-    whole = isinstance(solution.parameters[value], Replicate)
+    kept = solution.parameters[value]
+    whole = isinstance(kept, Replicate)
     if call.target._schema.name == "aten::embedding":
         return 0 if whole else None
+    if isinstance(kept, Shard) and strategy.kind == "column" and not kept.dims[rows[1]].is_even:
+        return rows[1]  # tied to a table that did not mind
     data = step.inputs[1 if call.target._schema.name == "aten::addmm" else 0]  # type: ignore[attr-defined]
     sliced = strategy.kind == "row" and not isinstance(_produced(data, solution), Shard)
     return rows[1] if whole or sliced else None

@@ -44,7 +44,7 @@ def make_layer(
     path = solved.parameters[layer.weight].name.rpartition(".")[0] or "layer"
     key: Any
     if layer.kind == "embedding":
-        args = layer.step.node.args
+        args: Any = layer.step.node.args
         padding = args[2] if len(args) > 2 and args[2] != -1 else None
         if (len(args) > 3 and args[3]) or (len(args) > 4 and args[4]) or strategy.kind != "vocab":
             return None
@@ -86,20 +86,17 @@ def _splits(weight: nn.Parameter, layer: Layer, strategy: Strategy) -> bool:
 
 
 def _loss(layer: Layer, strategy: Strategy, ctx: ParallelExecutionCtx) -> tuple[str, nn.Module] | None:
-    node, call = layer.step.node, layer.step.call
+    call = layer.step.call
     assert call is not None
-    if strategy.kind != "vocab" or len(call.inputs) > 2:
-        return None if strategy.kind != "vocab" else _unsupported(node)
+    if strategy.kind != "vocab":
+        return None
     logits = call.inputs[0]
     size = logits.shape[0 if logits.ndim == 1 else 1]
-    reduction, ignore, smoothing = call.arg(3, "reduction", 1), call.arg(4, "ignore_index", -100), call.arg(5, "label_smoothing", 0.0)
+    reduction, ignore = call.arg(3, "reduction", 1), call.arg(4, "ignore_index", -100)
+    smoothing = call.arg(5, "label_smoothing", 0.0)
     key = ("loss", size, reduction, ignore, smoothing)
     if key not in ctx.parallel_layer_cache:
         ctx.parallel_layer_cache[key] = VocabParallelCrossEntropyLoss(
             ctx, ignore_index=ignore, reduction=_REDUCTIONS[reduction], label_smoothing=smoothing, vocab_size=size
         )
     return "loss", ctx.parallel_layer_cache[key]
-
-
-def _unsupported(node: Node) -> None:
-    raise AssertionError(f"{node}: the loss rule offered a strategy that has no layer")

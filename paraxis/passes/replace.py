@@ -135,7 +135,7 @@ def _gathered(solved: Solved) -> list[tuple[str, str]]:
         for step, strategy in solved.solution.strategies.items()
         for value, placement in zip(step.outputs, strategy.outputs, strict=True)
     }
-    for step, strategy in solved.solution.strategies.items():
+    for step in solved.solution.strategies:
         if step.call is None or (rule_for(step.call.target) is not None and not step.impure):
             continue
         taken = [produced.get(v, REPLICATE) for v in step.inputs]

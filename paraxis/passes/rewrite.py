@@ -1,8 +1,8 @@
 """Rewriting the global program into the local one.
 
-The solution says, for every operator, the placements of its inputs and outputs. The rewriter goes through the ATen graph
-once, keeps for every value the versions of it that exist (as it was made, gathered, shared, ...), makes a missing version
-by a redistribution, and emits each operator with local sizes.
+The solution says, for every operator, the placements of its inputs and outputs. The rewriter goes through the ATen
+graph once, keeps for every value the versions of it that exist (as it was made, gathered, shared, ...), makes a missing
+version by a redistribution, and emits each operator with local sizes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class Rewriter:
         self.solved, self.ctx, self.grad = solved, ctx, grad
         self.group, self.rank = ctx.tp_group, ctx.rank
         self.root = nn.Module()
-        self.graph = Graph(self.root)
+        self.graph = Graph()
+        self.modules: dict[str, nn.Module] = {}
         self.home: dict[Value, Placement] = {}
         self.versions: dict[Value, dict[Placement, Node]] = {}
         self.nodes: dict[Node, Node] = {}
@@ -68,7 +69,8 @@ class Rewriter:
         self.nodes[node] = new
         if not is_tensor(node):
             return
-        value, placement = Value(node), REPLICATE
+        value = Value(node)
+        placement: Placement = REPLICATE
         parameter = self.solved.parameters.get(node)
         if parameter is not None and parameter.meta is not None:
             placement = self.solved.solution.parameters.get(value, REPLICATE)
@@ -131,12 +133,11 @@ class Rewriter:
         def local(arg: Any) -> Any:
             return next(taken) if is_tensor(arg) else self.nodes[arg] if isinstance(arg, Node) else arg
 
-        args = torch.fx.map_arg(step.node.args, local)
-        kwargs = torch.fx.map_arg(step.node.kwargs, local)
+        args: Any = list(torch.fx.map_arg(step.node.args, local))
+        kwargs: Any = dict(torch.fx.map_arg(step.node.kwargs, local))
         target: Any = step.node.target
         if target is aten.view.default:
             target = aten.reshape.default  # a gathered or sliced tensor may not be contiguous
-        args, kwargs = list(args), dict(kwargs)
         if strategy.localize is not None:
             target, args, kwargs = strategy.localize(target, args, kwargs, self.rank)
         if is_random(step.node):
@@ -153,10 +154,8 @@ class Rewriter:
         if made is None:
             return None
         path, module = made
-        while hasattr(self.root, "_used") and path in self.root._used and self.root._used[path] is not module:
+        while self.modules.setdefault(path, module) is not module:
             path += "_"
-        used = self.root.__dict__.setdefault("_used", {})
-        used[path] = module
         _add_submodule(self.root, path, module)
         i = layer.step.inputs.index(layer.data)
         args = [self.fetch(layer.data, strategy.inputs[i])]
@@ -220,7 +219,7 @@ class Rewriter:
         fake = tensor_of_value(value)
         shape = tuple(n if isinstance(n, int) else None for n in fake.shape)
         kind = _collective(source, need)
-        if kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        if kind in ("all_reduce", "all_gather", "reduce_scatter") and self.ctx.world_size > 1:
             self.collectives.append(
                 CollectivePlan(kind, module_of(self._current), shape, str(fake.dtype).removeprefix("torch."))
             )
@@ -244,9 +243,7 @@ class Rewriter:
 
     def _plain(self, tree: Any) -> Any:
         """Arguments of a node that is no operator on tensors, or needs them whole."""
-        return torch.fx.map_arg(
-            tree, lambda n: self.fetch(value_of(n), REPLICATE) if is_tensor(n) else self.nodes[n]
-        )
+        return torch.fx.map_arg(tree, lambda n: self.fetch(value_of(n), REPLICATE) if is_tensor(n) else self.nodes[n])
 
 
 # -- small helpers ---------------------------------------------------------------------------------------------
@@ -309,10 +306,10 @@ def is_random(node: Node) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if target is aten.dropout.default:
-        return bool(node.args[2]) and node.args[1] != 0
+        return bool(node.args[2]) and bool(node.args[1])
     if target is aten.scaled_dot_product_attention.default:
         dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-        return dropout != 0
+        return bool(dropout)
     return True
 
 

@@ -9,7 +9,8 @@ from torch.fx import GraphModule, Node
 from ..capture import simplify, to_aten, whole_op
 from ..core import Config, ParallelExecutionCtx
 from ..placement import Replicate
-from ..solver import Candidates, CostModel, Program, Solution, Step, search
+from ..rules import Strategy
+from ..solver import Candidates, CostModel, Program, Solution, Step, on_one_rank, search
 from .base import AnalyzeBase
 from .divisibility import check_divisibility
 from .parameters import ParameterInput, find_parameters, sharded_inputs
@@ -55,6 +56,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
         parameters: dict[Node, ParameterInput] = {}
         fixed = {}
         caches = sharded_inputs(graph_module)
+        alone = ctx.world_size == 1  # the plan of one rank is that of two, held by one
         for node in aten.graph.nodes:
             if node.op not in ("placeholder", "get_attr"):
                 continue
@@ -62,17 +64,21 @@ class ParallelAxisSolverPass(AnalyzeBase):
             if origin in by_origin:
                 parameters[node] = by_origin[origin]
                 placement = by_origin[origin].placement
-                if placement is not None:
+                if placement is not None and not alone:
                     fixed[node] = placement
-            elif origin in caches:
+            elif origin in caches and not alone:
                 fixed[node] = caches[origin]
         names = {node: p.name for node, p in parameters.items()}
         marked = any(n.target is whole_op for n in aten.graph.nodes)
-        program = Program(aten, names, fixed, ctx.world_size)
+        world = max(ctx.world_size, 2)
+        program = Program(aten, names, fixed, world)
         keep = marked or not config.gather_outputs
-        solution, candidates = search(program, CostModel(world=ctx.world_size), keep_sharded=keep)
+        solution, candidates = search(program, CostModel(world=world), keep_sharded=keep, uneven=alone)
+        if alone:
+            solution = on_one_rank(solution)
+        else:
+            check_divisibility(program, solution, candidates, names)
         solved = Solved(aten, program, solution, candidates, parameters, keep)
-        check_divisibility(solved.program, solution, candidates, names)
         graph_module.meta[RESULT] = solved
         self._mark(solution.strategies, graph_module)
         return graph_module
@@ -93,11 +99,11 @@ class ParallelAxisSolverPass(AnalyzeBase):
                 "call parallelize_model again on the changed model."
             )
 
-    def _mark(self, strategies: dict[Step, object], graph_module: GraphModule) -> None:
+    def _mark(self, strategies: dict[Step, Strategy], graph_module: GraphModule) -> None:
         self.clean_all(graph_module)
         for step, strategy in strategies.items():
             origin = step.node.meta.get("origin")
-            outputs = getattr(strategy, "outputs", ())
+            outputs = strategy.outputs
             if origin is not None and outputs:
                 origin.meta[self.meta_key()] = {
                     "placement": outputs[0],

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..placement import REPLICATE, Layout, Placement, Shard
+from ..placement import REPLICATE, SHARED, Layout, Placement, Shard
 from .base import Call, Given, Strategy, register
 
 aten = torch.ops.aten
@@ -35,10 +35,10 @@ def _pairs(given: Sequence[Given], n: int) -> Iterable[tuple[Shard, Shard]]:
     """Placements of query and key/value to try: as they are, or one following the other."""
     batch = [p for p in given[:3] if isinstance(p, Shard) and all(d < n - 2 for d in p.dims)]
     q = given[0] if given[0] in batch else None
-    for k in dict.fromkeys([p for p in given[1:3] if p in batch] + batch):
+    for k in dict.fromkeys([*(p for p in given[1:3] if p in batch), *batch, SHARED]):
         if isinstance(q, Shard) and isinstance(k, Shard):
             yield q, k
-        if isinstance(k, Shard):
+        if isinstance(k, Shard) and k.layouts:
             yield k, k
 
 

@@ -14,11 +14,14 @@ aten = torch.ops.aten
 
 @register(aten.cross_entropy_loss.default)
 def cross_entropy(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
-    """Classes split over the ranks: the replace pass puts the vocabulary-parallel loss here. Targets are indices."""
+    """Classes split over the ranks: the replace pass puts the vocabulary-parallel loss here.
+
+    For targets that are indices, without class weights.
+    """
     placement, logits = given[0], call.inputs[0]
     classes = 0 if logits.ndim == 1 else 1
     indices = not call.inputs[1].dtype.is_floating_point
-    if isinstance(placement, Shard) and list(placement.dims) == [classes] and indices:
+    if isinstance(placement, Shard) and list(placement.dims) == [classes] and indices and len(call.inputs) == 2:
         if placement.dims[classes].contiguous(logits.shape[classes]):
             others = (REPLICATE,) * (len(call.inputs) - 1)
             yield Strategy((placement, *others), (REPLICATE,), kind="vocab")

@@ -85,9 +85,9 @@ def _partial(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     name = call.target._schema.name.removeprefix("aten::")
     if name in ("add", "sub") and len(call.inputs) == 2:
         yield Strategy((PARTIAL, PARTIAL), (PARTIAL,))
-    elif name in _LINEAR and len(call.inputs) == 1 and _keeps_precision(call):
-        yield Strategy((PARTIAL,), (PARTIAL,))
-    elif name in ("mul", "div") and len(call.inputs) == 1 and not call.kwargs.get("rounding_mode"):
+    elif (name in _LINEAR and len(call.inputs) == 1 and _keeps_precision(call)) or (
+        name in ("mul", "div") and len(call.inputs) == 1 and not call.kwargs.get("rounding_mode")
+    ):
         yield Strategy((PARTIAL,), (PARTIAL,))
     elif name in ("mul", "div") and len(call.inputs) == 2 and not call.kwargs.get("rounding_mode"):
         if is_partial(given[0]):
@@ -100,5 +100,3 @@ def _keeps_precision(call: Call) -> bool:
     """Terms of a sum must not be rounded before they are added."""
     source, result = call.inputs[0].dtype, call.out.dtype
     return source.is_floating_point and result.is_floating_point and result.itemsize >= source.itemsize
-
-

@@ -1,7 +1,7 @@
 """Operators that only rearrange dimensions: views as an algebra of dimension maps.
 
-A reshape is a sequence of *groups*: some input dimensions of which the product is that of some output dimensions. Inside
-a group the dimensions are factors of one flattened index, and a layout moves between them by scaling (see
+A reshape is a sequence of *groups*: some input dimensions of which the product is that of some output dimensions.
+Inside a group the dimensions are factors of one flattened index, and a layout moves between them by scaling (see
 :class:`paraxis.placement.Layout`): flatten the sharded factors, then find the output factors that carry the result.
 """
 
@@ -28,7 +28,8 @@ def groups(source: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int]
     result: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(source) or j < len(target):
-        left, right = [], []
+        left: list[int] = []
+        right: list[int] = []
         a = b = 1
         while True:
             if left and right and _same(a, b):
@@ -97,9 +98,7 @@ def _flatten(left: list[int], sharded: list[int], dims: dict[int, Layout], sourc
     return layout.scale(inner) if inner > 1 else layout
 
 
-def _product(
-    outer: Layout, inner: Layout, left: list[int], sharded: list[int], source: Sequence[Any]
-) -> Layout | None:
+def _product(outer: Layout, inner: Layout, left: list[int], sharded: list[int], source: Sequence[Any]) -> Layout | None:
     """The layout of two sharded factors flattened into one: all combinations of their indices."""
     between = prod((source[d] for d in left if sharded[0] < d < sharded[1]), start=1)
     if between != 1:
@@ -114,10 +113,6 @@ def _product(
 
 def _unflatten(layout: Layout, right: list[int], target: Sequence[Any]) -> dict[int, Layout] | None:
     """Which output factor carries the layout of the flattened group."""
-    if layout.world == 1 and len(right) > 0:
-        # One rank: any factor will do; take the first that is not of size one.
-        big = [d for d in right if target[d] != 1] or right
-        return {big[0]: layout}
     inner = 1
     for d in reversed(right):
         size = target[d]
@@ -265,7 +260,7 @@ def _expanded(before: Shard, box: dict[int, Layout], call: Call) -> Strategy:
 
 def _over_replicas(box: dict[int, Layout], size: int, world: int) -> Layout | None:
     """Split ``size`` new indices among the ranks that hold the same box; None if they cannot share evenly."""
-    if world == 1 or len(box) > 1:
+    if len(box) > 1:
         return None
     if not box:
         return Layout.even(size, world) if size % world == 0 else None

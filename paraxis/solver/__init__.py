@@ -2,7 +2,7 @@
 
 from .cost import CostModel
 from .program import Program, Step, Value
-from .search import Solution, search
+from .search import Solution, on_one_rank, search
 from .structure import Candidates
 
-__all__ = ["Candidates", "CostModel", "Program", "Solution", "Step", "Value", "search"]
+__all__ = ["Candidates", "CostModel", "Program", "Solution", "Step", "Value", "on_one_rank", "search"]

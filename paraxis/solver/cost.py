@@ -6,10 +6,8 @@ does not run. Beyond that, fewer and smaller collectives win, then less work per
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 
@@ -42,16 +40,10 @@ class CostModel:
     replication: float = 1e-6
     """Seconds per byte for keeping a parameter whole that could be split."""
 
-    @property
-    def ranks(self) -> int:
-        return max(self.world, 2)  # the plan for one rank is the plan for two
-
     def fraction(self, placement: Placement) -> float:
         """The largest part of the tensor that one rank holds."""
         if not isinstance(placement, Shard):
             return 1.0
-        if self.world == 1:
-            return 0.5 if placement.layouts else 1.0
         parts = (
             prod(sum(b - a for a, b in x.ranges[r]) / x.period for _, x in placement.layouts)
             for r in range(max(placement.world, 1) if placement.layouts else 1)
@@ -59,10 +51,10 @@ class CostModel:
         return max(parts)
 
     def all_reduce(self, size: float) -> float:
-        return self.latency + 2 * (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return self.latency + 2 * (self.world - 1) / self.world * size / self.bandwidth
 
     def all_gather(self, size: float) -> float:
-        return self.latency + (self.ranks - 1) / self.ranks * size / self.bandwidth
+        return self.latency + (self.world - 1) / self.world * size / self.bandwidth
 
     def move(self, source: Placement, target: Placement, size: float) -> float:
         """Bring a tensor of ``size`` bytes from one placement to another."""
@@ -104,5 +96,3 @@ def numel(tensor: Tensor) -> int:
 
 def nbytes(tensor: Tensor) -> int:
     return numel(tensor) * tensor.dtype.itemsize
-
-

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from ..placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Replicate, Shard
+from ..placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Replicate, Shard
 from ..rules import FREE, Call, Given, Strategy, accepts_free, replicated, rule_for
 from .cost import CostModel, nbytes
 from .program import Program, Step, Value
 from .structure import Candidates
 
 MAX_STATES = 4096
+ANCHORS = 32
+"""How many of the best states others are compared with."""
 
 
 @dataclass
@@ -151,9 +153,7 @@ class _Search:
 
     def _fits(self, call: Call, strategy: Strategy) -> bool:
         pairs = [*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True)]
-        return all(
-            x.fits(tensor.shape[d]) for tensor, p in pairs if isinstance(p, Shard) for d, x in p.layouts
-        )
+        return all(x.fits(tensor.shape[d]) for tensor, p in pairs if isinstance(p, Shard) for d, x in p.layouts)
 
     def _price(self, step: Step, call: Call, strategy: Strategy, given: tuple[Given, ...]) -> _Choice:
         cost = self.model.run(call, strategy)
@@ -161,6 +161,8 @@ class _Search:
         for value, tensor, g, need in zip(step.inputs, call.inputs, given, strategy.inputs, strict=True):
             if isinstance(g, (Replicate, Partial, Shard)):
                 cost += self.model.move(g, need, nbytes(tensor))
+                if g != need and value in self.program.parameters and isinstance(g, Shard):
+                    cost += self.model.keep(tensor, REPLICATE, splittable=True)  # never gather a weight to save a sum
                 after.append(settled(g, need))
             else:
                 kept = REPLICATE if need in (PARTIAL, SHARED) else need
@@ -176,7 +178,8 @@ class _Search:
 
     def _return(self, step: Step, given: tuple[Given, ...]) -> _Choice:
         """What leaves the program is whole, or, where the caller does not read it, sharded; never a partial sum."""
-        cost, after = 0.0, []
+        cost = 0.0
+        after: list[Placement] = []
         for value, g in zip(step.inputs, given, strict=True):
             if isinstance(g, Shard) and self.keep_sharded:
                 after.append(g)
@@ -194,24 +197,27 @@ class _Search:
         if len(states) < 2:
             return states
         ranked = sorted(states.items(), key=lambda item: item[1][0])
-        best, (floor, _) = ranked[0]
-        kept = [ranked[0]]
+        kept = ranked[:1]
         for state, (cost, link) in ranked[1:]:
-            bridge = floor
-            for value, a, b in zip(live, best, state, strict=True):
-                if a != b and bridge <= cost:
-                    if not isinstance(a, (Replicate, Partial, Shard)) or not isinstance(b, (Replicate, Partial, Shard)):
-                        bridge = float("inf")
-                    elif value in self.program.parameters and value not in self.program.placements:
-                        bridge = float("inf")
-                    else:
-                        bridge += self.model.move(a, b, self.sizes.get(value, 0))
-            if bridge > cost:
+            if not any(self._reaches(live, anchor, floor, state, cost) for anchor, (floor, _) in kept[:ANCHORS]):
                 kept.append((state, (cost, link)))
         if len(kept) > MAX_STATES:
             self.optimal = False
             kept = kept[:MAX_STATES]
         return dict(kept)
+
+    def _reaches(self, live: list[Value], anchor: State, floor: float, state: State, cost: float) -> bool:
+        """Whether moving the anchor's tensors into the placements of ``state`` costs no more than ``state`` does."""
+        bridge = floor
+        for value, a, b in zip(live, anchor, state, strict=True):
+            if a is b or a == b:
+                continue
+            if value in self.program.parameters and value not in self.program.placements:
+                return False  # where a parameter lives is part of the plan
+            bridge += self.model.move(a, b, self.sizes.get(value, 0))  # type: ignore[arg-type]
+            if bridge > cost:
+                return False
+        return True
 
     def _read_back(self, cost: float, link: Link | None) -> Solution:
         strategies: dict[Step, Strategy] = {}
@@ -252,7 +258,25 @@ def settled(given: Placement, need: Placement) -> Placement:
     return REPLICATE
 
 
-def search(program: Program, model: CostModel, keep_sharded: bool = True) -> tuple[Solution, Candidates]:
+def search(
+    program: Program, model: CostModel, keep_sharded: bool = True, uneven: bool = False
+) -> tuple[Solution, Candidates]:
     """The cheapest solution of a program, and the candidates it was chosen from."""
-    candidates = Candidates(program)
+    candidates = Candidates(program, uneven)
     return _Search(program, candidates, model, keep_sharded).run(), candidates
+
+
+def on_one_rank(solution: Solution) -> Solution:
+    """A plan for two ranks, run by one: the same placements, each held whole, and nothing is made local."""
+
+    def whole(placement: Placement) -> Placement:
+        if not isinstance(placement, Shard):
+            return placement
+        return Shard(tuple((d, Layout.even(1, 1)) for d, _ in placement.layouts))
+
+    strategies = {
+        step: Strategy(tuple(map(whole, s.inputs)), tuple(map(whole, s.outputs)), None, s.kind)
+        for step, s in solution.strategies.items()
+    }
+    parameters = {value: whole(p) for value, p in solution.parameters.items()}
+    return Solution(strategies, (REPLICATE,) * len(solution.results), parameters, solution.cost, solution.optimal)

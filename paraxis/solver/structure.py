@@ -27,7 +27,13 @@ Structure = tuple[tuple[int, int], ...]
 """Segments of a dimension: (size, unit)."""
 
 LIMIT = 6
-_RESHAPES = {aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int}
+_RESHAPES = {
+    aten.view.default,
+    aten.reshape.default,
+    aten._unsafe_view.default,
+    aten.flatten.using_ints,
+    aten.unflatten.int,
+}
 _SPLITS = ("aten::split", "aten::split_with_sizes", "aten::chunk", "aten::tensor_split", "aten::unbind")
 
 
@@ -43,8 +49,8 @@ class Indivisible:
 class Candidates:
     """The candidate layouts of every parameter dimension of a program."""
 
-    def __init__(self, program: Program) -> None:
-        self.world = program.world
+    def __init__(self, program: Program, uneven: bool = False) -> None:
+        self.world, self.uneven = program.world, uneven
         self._demands: dict[Value, dict[int, list[Structure]]] = defaultdict(dict)
         for step in reversed(program.steps):
             if step.call is not None:
@@ -54,19 +60,25 @@ class Candidates:
                 continue
             for i, value in enumerate(step.inputs):
                 if value in program.parameters:
-                    for dim in range(step.call.inputs[i].ndim):
-                        step.call.layouts[i, dim] = tuple(self.layouts(value, dim, step.call.inputs[i].shape[dim]))
+                    for dim, size in enumerate(step.call.inputs[i].shape):
+                        found = self.layouts(value, dim, size)
+                        if not found and step.call.target is aten.embedding.default and dim == 0 and size >= self.world:
+                            found = [Layout.even(size, self.world)]  # a look-up does not mind uneven parts
+                        step.call.layouts[i, dim] = tuple(found)
 
     def layouts(self, value: Value, dim: int, size: Any) -> list[Layout]:
-        """The layouts that really split this dimension."""
+        """The layout that really splits this dimension: that of the outermost factor that can be split.
+
+        A list of at most one: heads are split before the features inside a head, never both ways.
+        """
         if not isinstance(size, int):
             return []
-        found = (layout_of(s, self.world) for s in self.structures(value, dim, size))
-        return list(dict.fromkeys(x for x in found if isinstance(x, Layout)))
+        found = (layout_of(s, self.world, self.uneven) for s in self.structures(value, dim, size))
+        return [x for x in found if isinstance(x, Layout)][:1]
 
     def obstacle(self, value: Value, dim: int, size: int) -> Indivisible | None:
         """Why the dimension cannot be split as it is used, if sizes are the reason."""
-        first = layout_of(self.structures(value, dim, size)[0], self.world)
+        first = layout_of(self.structures(value, dim, size)[0], self.world, self.uneven)
         return first if isinstance(first, Indivisible) else None
 
     def structures(self, value: Value, dim: int, size: int) -> list[Structure]:
@@ -181,12 +193,12 @@ class Candidates:
         }
 
 
-def layout_of(structure: Structure, world: int) -> Layout | Indivisible | None:
+def layout_of(structure: Structure, world: int, uneven: bool = False) -> Layout | Indivisible | None:
     """The layout of a structure: every segment split by itself, a segment of few units on several ranks each."""
     parts = []
     for size, unit in structure:
         count = size // unit
-        if count % world and world % count:
+        if count % world and world % count and not (uneven and count > world):
             return Indivisible(sum(n for n, _ in structure), count, unit)
         parts.append((size, Layout.even(size, world, unit)))
     layout = Layout.concat(parts)

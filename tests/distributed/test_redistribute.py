@@ -69,15 +69,19 @@ def gradients(placement: Placement, world: int) -> list[torch.Tensor]:
     return parts
 
 
+def move(source: Placement, target: Placement, world: int, compiled: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    rank = dist.get_rank()
+    run = torch.compile(redistribute, backend="aot_eager", fullgraph=True) if compiled else redistribute
+    x = values(source, world)[rank].clone().requires_grad_()
+    y = run(x, source, target, SHAPE, dist.group.WORLD)
+    y.backward(gradients(target, world)[rank])
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
 def move_all(world: int) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
-    rank, results = dist.get_rank(), {}
-    for (a, source), (b, target) in itertools.product(placements(world).items(), repeat=2):
-        x = values(source, world)[rank].clone().requires_grad_()
-        y = redistribute(x, source, target, SHAPE, dist.group.WORLD)
-        y.backward(gradients(target, world)[rank])
-        assert x.grad is not None and y.shape == values(target, world)[rank].shape
-        results[a, b] = (y.detach(), x.grad)
-    return results
+    pairs = itertools.product(placements(world).items(), repeat=2)
+    return {(a, b): move(source, target, world) for (a, source), (b, target) in pairs}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -99,6 +103,33 @@ def test_between_all_pairs(ranks: Callable[[int], RankPool], world: int) -> None
             grads = [assemble(grads, source, SHAPE)]
         for grad in grads:
             torch.testing.assert_close(grad, gradient, msg=lambda m, p=(a, b): f"gradient, {p}: {m}")
+
+
+def move_compiled() -> None:
+    known = placements(2)
+    for pair in [
+        ("replicate", "even"),
+        ("replicate", "even, first"),
+        ("replicate", "uneven"),
+        ("replicate", "packed"),
+        ("replicate", "shared"),
+        ("replicate", "partial"),
+        ("even", "replicate"),
+        ("even, first", "replicate"),
+        ("packed", "replicate"),
+        ("partial", "replicate"),
+        ("partial", "even"),
+        ("partial", "even, first"),
+        ("partial", "packed"),
+    ]:
+        source, target = (known[name] for name in pair)
+        torch._dynamo.reset()
+        eager, compiled = move(source, target, 2), move(source, target, 2, compiled=True)
+        torch.testing.assert_close(compiled, eager, msg=lambda m, p=pair: f"{p}: {m}")
+
+
+def test_compiled(ranks: Callable[[int], RankPool]) -> None:
+    ranks(2).run(move_compiled)
 
 
 def test_the_oracle_gives_every_element_its_gradient() -> None:
