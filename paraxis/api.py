@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .behaviour import dress
 from .capture import capture
 from .compile import compiled_call, run_pipeline
 from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
@@ -87,7 +88,7 @@ def parallelize_model(
     if hasattr(parallelized, "generation_config") and folder is not None:
         _load_generation_config(parallelized, folder)
     parallelized._compiled_call_impl = compiled_call(parallelized, parallel_ctx, config)  # type: ignore[assignment]
-    parallelized.register_state_dict_post_hook(_state_as_dtensors)
+    dress(parallelized, parallel_ctx)
     return parallelized
 
 
@@ -113,7 +114,8 @@ def _build(folder: Path, model_args: Sequence[Any], torch_dtype: Any, kwargs: Ma
     """The model without memory, in evaluation mode."""
     model_config, model_cls, rest = load_config_and_class(folder, dict(kwargs))
     before = torch.get_default_dtype()
-    torch.set_default_dtype(_dtype(torch_dtype, model_config))
+    model_config.dtype = _dtype(torch_dtype, model_config)
+    torch.set_default_dtype(model_config.dtype)
     try:
         with MetaAwareMethodsPatcher():
             return model_cls(model_config, *model_args, **rest).eval()
@@ -124,7 +126,10 @@ def _build(folder: Path, model_args: Sequence[Any], torch_dtype: Any, kwargs: Ma
 def _dtype(wanted: torch.dtype | str | None, model_config: Any) -> torch.dtype:
     if wanted is None or wanted == "auto":
         wanted = getattr(model_config, "dtype", None) or torch.float32
-    return getattr(torch, wanted) if isinstance(wanted, str) else wanted
+    dtype = getattr(torch, wanted.removeprefix("torch."), None) if isinstance(wanted, str) else wanted
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch_dtype={wanted!r} is not a dtype; use for example torch.bfloat16, 'bfloat16' or 'auto'")
+    return dtype
 
 
 def _attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module:
@@ -181,13 +186,6 @@ def _load_generation_config(model: nn.Module, folder: Path) -> None:
 
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-def _state_as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """``state_dict()`` gives DTensors, which checkpointing tools know."""
-    for name, value in state.items():
-        if isinstance(value, ShardedTensor):
-            state[name] = value.to_dtensor()
 
 
 def _meta(parameter: nn.Parameter) -> ParameterMeta:

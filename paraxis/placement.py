@@ -182,6 +182,8 @@ class Layout:
 
     def unscale(self, inner: int) -> Layout | None:
         """The layout of the outer dimension if ``inner`` consecutive indices are always held together."""
+        if self.period == 1:  # all or nothing: held together at every scale
+            return self
         if self.period % inner or any(a % inner or b % inner for r in self.ranges for a, b in r):
             return None
         return Layout.of(self.period // inner, [[(a // inner, b // inner) for a, b in r] for r in self.ranges])

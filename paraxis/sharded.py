@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard as DTShard
 from torch.utils import _pytree as pytree
 
 from .core import ParameterMeta
+from .distributed.random import RandomState
 from .distributed.redistribute import gather_box, slice_box, sum_copies
 from .placement import Placement, Replicate, Shard, local_shape
 
@@ -49,6 +50,9 @@ class ShardedTensor(torch.Tensor):
 
     _local: torch.Tensor
     _spec: ShardSpec | ParameterMeta
+    _token: torch.Tensor
+    """What the compiler sees inside a parameter: nothing. A parameter gets its shard after the first capture, and
+    compiled code is guarded on which parameter it sees (its metadata), not on the shard."""
 
     @staticmethod
     def __new__(
@@ -63,6 +67,9 @@ class ShardedTensor(torch.Tensor):
         )
         tensor._local = local
         tensor._spec = spec
+        if isinstance(spec, ParameterMeta):
+            # As many dimensions as the shard: the compiler treats a parameter and its gradient alike.
+            tensor._token = local if isinstance(local, FakeTensor) else local.new_empty((0,) * len(size))
         return tensor
 
     # -- the shard and the whole -------------------------------------------------------------------------------
@@ -95,14 +102,29 @@ class ShardedTensor(torch.Tensor):
             local = gather_box(local, placement, self.shape, group)
         return DTensor.from_local(local, mesh, [DTReplicate()], run_check=False)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Assign to a part of the whole: gathered, changed, and taken apart again. A collective."""
+        if isinstance(self._local, FakeTensor):
+            super().__setitem__(index, value)
+            return
+        with torch.no_grad():
+            whole = gather_box(self._local, self.placement, self.shape, self._spec.group).clone()
+            whole[index] = value.full_tensor() if isinstance(value, ShardedTensor) else value
+            self._local.copy_(slice_box(whole, self.placement, dist.get_rank(self._spec.group)))
+
     # -- protocol of traceable wrapper subclasses --------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["_local"], self._spec
+        return ["_inner"], self._spec
+
+    @property
+    def _inner(self) -> torch.Tensor:
+        return self._token if isinstance(self._spec, ParameterMeta) else self._local
 
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, torch.Tensor], spec: Any, size: Any, stride: Any) -> ShardedTensor:
-        return ShardedTensor(inner["_local"], spec, size)
+        (local,) = inner.values()
+        return ShardedTensor(local, spec, size)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = "unplaced" if self._spec.placement is None else str(self._spec.placement)
@@ -156,14 +178,25 @@ def _is_elementwise(func: Any) -> bool:
     return func in _LIKE or torch.Tag.pointwise in func.tags or name.startswith("_fused_adam")
 
 
+def _writes(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    written = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[i] if i < len(args) else kwargs.get(argument.name))
+    return [x for x in pytree.tree_leaves(written) if isinstance(x, torch.Tensor)]
+
+
 def _runs_on_shards(func: Any, args: Any, kwargs: Any, sharded: list[ShardedTensor]) -> bool:
     """Whether the shards of the result are the result on the shards."""
     if func is aten.new_empty_strided.default:
         return tuple(args[1]) == tuple(args[0].shape)
-    if not _is_elementwise(func):
+    if not _is_elementwise(func) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
+    if any(not isinstance(x, ShardedTensor) and x.ndim for x in _writes(func, args, kwargs)):
+        return False  # a whole tensor is written to: a slice of it will not do
     if func._schema.name.startswith("aten::_f"):
-        return True
+        return all(_alike(row) for row in _rows(args))
     first = sharded[0]
     if len(sharded) == 1 and func in _SAME:
         return True
@@ -173,11 +206,53 @@ def _runs_on_shards(func: Any, args: Any, kwargs: Any, sharded: list[ShardedTens
     return all(x.ndim == 0 or x.shape == first.shape for x in tensors)
 
 
+def _rows(args: Any) -> list[tuple[Any, ...]]:
+    """The tensors of each single operation in a ``foreach`` call."""
+    lists = [a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)]
+    return list(zip(*lists, strict=True)) if len({len(x) for x in lists}) == 1 else [tuple(pytree.tree_leaves(lists))]
+
+
+def _alike(row: tuple[Any, ...]) -> bool:
+    """Whether one operation of the lists may run on shards: sharded alike, or plain with the same shape."""
+    big = [x for x in row if isinstance(x, torch.Tensor) and x.ndim]
+    sharded = [x for x in big if isinstance(x, ShardedTensor)]
+    return not sharded or (
+        all(x.shape == sharded[0].shape for x in big) and all(x.placement == sharded[0].placement for x in sharded)
+    )
+
+
+def _foreach_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
+    """A ``foreach`` operator: results have the placement of the arguments at the same place in the lists."""
+    likes = [next((x for x in row if isinstance(x, ShardedTensor)), None) for row in _rows(args)]
+
+    def local(x: Any, like: ShardedTensor | None) -> Any:
+        if isinstance(x, ShardedTensor):
+            return x._local
+        if like is not None and isinstance(x, torch.Tensor) and x.ndim:
+            return slice_box(x, like.placement, dist.get_rank(like._spec.group))
+        return x
+
+    def locals_of(arg: Any) -> Any:
+        if isinstance(arg, (list, tuple)) and len(arg) == len(likes):
+            return [local(x, like) for x, like in zip(arg, likes, strict=True)]
+        return pytree.tree_map(lambda x: local(x, None), arg)
+
+    result = func(*(locals_of(a) for a in args), **{k: locals_of(v) for k, v in kwargs.items()})
+    if not isinstance(result, (list, tuple)):
+        return result
+    return [
+        x if like is None else ShardedTensor(x, ShardSpec(like.placement, like._spec.group), like.shape)
+        for x, like in zip(result, likes, strict=True)
+    ]
+
+
 def _on_shards(func: Any, args: Any, kwargs: Any, like: ShardedTensor) -> Any:
     if func is aten.new_empty_strided.default:
         func, args = aten.empty_like.default, (args[0],)
     if func in _SAME:
         return ShardedTensor(func(like._local), like._spec, like.shape)
+    if func._schema.name.startswith("aten::_f"):
+        return _foreach_on_shards(func, args, kwargs)
     wrappers: dict[int, ShardedTensor] = {}
 
     def local(x: Any) -> Any:
@@ -199,6 +274,22 @@ def _on_shards(func: Any, args: Any, kwargs: Any, like: ShardedTensor) -> Any:
 
     args, kwargs = pytree.tree_map(local, (args, kwargs))
     return pytree.tree_map(wrap, func(*args, **kwargs))
+
+
+class GatheredView(torch.Tensor):
+    """What a view of a sharded tensor is outside a compiled graph: a copy. Reading is fine; a write would be lost."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        written = args[0] if args else None
+        if isinstance(written, GatheredView) and (name == "__setitem__" or (name.endswith("_") and name[-2:-1] != "_")):
+            raise RuntimeError(
+                f"{name} on a view of a sharded tensor would change a gathered copy and be lost. Write to the tensor "
+                "itself (`tensor[index] = value`, `tensor.copy_(...)`), or to `tensor.to_local()`."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 _warned: set[Any] = set()
@@ -225,7 +316,14 @@ def _on_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
         return gathered[-1][1]
 
     full_args, full_kwargs = pytree.tree_map(whole, (args, kwargs))
-    result = func(*full_args, **full_kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        tensor = gathered[0][0]
+        assert tensor._spec.group is not None
+        result = RandomState(tensor._spec.group, tensor.device).run(func, False, *full_args, **full_kwargs)
+    else:
+        result = func(*full_args, **full_kwargs)
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+        return pytree.tree_map(lambda x: x.as_subclass(GatheredView) if isinstance(x, torch.Tensor) else x, result)
     if func._schema.is_mutable:
         for tensor, full in gathered:
             tensor._local.copy_(slice_box(full, tensor.placement, dist.get_rank(tensor._spec.group)))

@@ -60,6 +60,9 @@ class _Recorder(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(target, "_name", "") == "autograd_function_apply":
             return trace_custom_function(target, args, kwargs)
+        if getattr(target, "_name", "") == "tag_activation_checkpoint":
+            body, *rest = args  # recomputation is not kept: right, without the saving of memory
+            return body(*rest)
         return super().call_function(target, args, kwargs)
 
 
@@ -86,7 +89,22 @@ def to_aten(graph_module: GraphModule, fake_inputs: list[Any] | None = None) -> 
             node.meta["origin"] = next(captured)
         else:
             node.meta["origin"] = _origin(node, by_name)
+    _match_attributes(graph_module, traced)
     return traced
+
+
+def _match_attributes(captured: GraphModule, traced: GraphModule) -> None:
+    """A captured graph may hold its parameters as attributes; tracing renames them, but they are the same objects."""
+
+    def attribute(root: Any, node: Node) -> Any:
+        for part in str(node.target).split("."):
+            root = getattr(root, part, None)
+        return root
+
+    by_id = {id(attribute(captured, n)): n for n in captured.graph.nodes if n.op == "get_attr"}
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and id(attribute(traced, node)) in by_id:
+            node.meta["origin"] = by_id[id(attribute(traced, node))]
 
 
 def _origin(node: Node, by_name: dict[str, Node]) -> Node | None:

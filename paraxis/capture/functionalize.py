@@ -78,7 +78,8 @@ def _purify(graph: Graph) -> None:
             continue
         family = _aliases(target)
         functional = _functional(node.target)
-        alone = all(n is target or n is node or not _used_after(n, node, order) for n in family)
+        others = _aliases(target, without=node)  # what aliases the new value only is no concern
+        alone = all(n is target or not _used_after(n, node, order) for n in others)
         if functional is not None and alone and target.op == "call_function" and not _is_view(target):
             node.target = functional
             target.replace_all_uses_with(node, delete_user_cb=_after(node, order))
@@ -103,12 +104,12 @@ def _used_after(node: Node, point: Node, order: dict[Node, int]) -> bool:
     return any(order[user] > order[point] for user in node.users)
 
 
-def _aliases(node: Node) -> set[Node]:
-    """Every node that may share memory with this one."""
+def _aliases(node: Node, without: Node | None = None) -> set[Node]:
+    """Every node that may share memory with this one, other than by way of ``without``."""
     family, stack = set(), [node]
     while stack:
         current = stack.pop()
-        if current in family:
+        if current in family or current is without:
             continue
         family.add(current)
         if _is_view(current) or _mutated(current) is not None:

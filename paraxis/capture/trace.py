@@ -44,14 +44,43 @@ def fresh_entry(gather_outputs: bool = True) -> Callable[..., Any]:
     return types.FunctionType(code, function.__globals__, code.co_name)
 
 
+class _Ignored(str):
+    """A function that stands in a set of functions under its name: torch 2.11 sorts that set when it logs."""
+
+    function: Any
+
+    def __new__(cls, function: Any) -> _Ignored:
+        self = super().__new__(cls, getattr(function, "__qualname__", str(function)))
+        self.function = function
+        return self
+
+    def __hash__(self) -> int:
+        return hash(self.function)
+
+    def __eq__(self, other: object) -> bool:
+        return other is self.function or getattr(other, "function", None) is self.function
+
+
 def ignore_loggers() -> None:
     """Tell Dynamo to leave out logger calls: a warning inside ``forward`` must not break the graph."""
     names = ("debug", "info", "warning", "warning_once", "warning_advice", "info_once", "error")
-    methods = {getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)}
+    methods = {_Ignored(getattr(logging.Logger, name)) for name in names if hasattr(logging.Logger, name)}
     for option in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(dynamo.config, option):
             getattr(dynamo.config, option).update(methods)
             return
+
+
+def install_output_hooks(model: nn.Module) -> None:
+    """Install transformers' hooks for hidden states and attentions now: it does so lazily, under a lock, which cannot
+    be captured."""
+    if not hasattr(model, "base_model_prefix"):
+        return
+    try:
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:  # versions that collect these outputs otherwise
+        return
+    maybe_install_capturing_hooks(model)
 
 
 def capture(
@@ -72,6 +101,7 @@ def capture(
         return stop
 
     ignore_loggers()
+    install_output_hooks(model)
     compiled = torch.compile(fresh_entry(), fullgraph=True, backend=backend, dynamic=False)
     try:
         compiled(model, *args, **kwargs)

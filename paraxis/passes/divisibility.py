@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 from torch.fx import Node
 
@@ -14,6 +15,7 @@ from ..solver import Candidates, Program, Solution, Value
 def check_divisibility(program: Program, solution: Solution, candidates: Candidates, names: Mapping[Node, str]) -> None:
     """Raise if a matrix had to stay whole, or to be split where it costs a collective, only because of its sizes."""
     fixed = set(program.placements)
+    total = sum(prod(value.node.meta["val"].shape) for value in program.parameters)
     for step in program.steps:
         call = step.call
         if call is None:
@@ -22,7 +24,7 @@ def check_divisibility(program: Program, solution: Solution, candidates: Candida
             if value in program.parameters and value not in fixed and call.inputs[i].ndim >= 2:
                 dim = _used_dim(call, i, solution, step, value)
                 if dim is not None:
-                    _refuse(value, dim, call.inputs[i].shape, candidates, program.world, names)
+                    _refuse(value, dim, call.inputs[i].shape, candidates, program.world, names, total)
 
 
 def _used_dim(call: Call, i: int, solution: Solution, step: object, value: Value) -> int | None:
@@ -50,11 +52,19 @@ def _produced(value: Value, solution: Solution) -> object:
 
 
 def _refuse(
-    value: Value, dim: int, shape: tuple[int, ...], candidates: Candidates, world: int, names: Mapping[Node, str]
+    value: Value,
+    dim: int,
+    shape: tuple[int, ...],
+    candidates: Candidates,
+    world: int,
+    names: Mapping[Node, str],
+    total: int,
 ) -> None:
     obstacle = candidates.obstacle(value, dim, shape[dim])
     if obstacle is None or obstacle.size < world:
         return
+    if prod(shape) * 100 < total:
+        return  # a small head: not worth refusing the model for
     name = names[value.node]
     made = f" = {obstacle.count} × {obstacle.unit}" if obstacle.unit > 1 else ""
     ensure_divisibility(obstacle.count, world, name.removesuffix(".weight"), f"dimension {dim} ({shape[dim]}{made})")

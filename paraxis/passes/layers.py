@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from ..placement import Partial, Replicate, Shard
-from ..rules import Strategy
+from ..placement import Replicate, Shard
+from ..rules import Strategy, rule_for
 from ..solver import Solution, Step, Value
 from .solve import Solved
 
@@ -91,8 +91,12 @@ def uses(solved: Solved) -> dict[Value, list[tuple[Step | None, int]]]:
     return result
 
 
+def _is_elementwise(step: Step) -> bool:
+    return step.call is not None and rule_for(step.call.target) is rule_for(aten.relu.default)
+
+
 def is_gathered(value: Value, solution: Solution, users: dict[Value, list[tuple[Step | None, int]]]) -> bool:
-    """Whether somebody needs a sharded value whole, looking through operators on it alone (a cast, a scaling)."""
+    """Whether somebody needs a sharded value whole, looking through elementwise operators on it alone (a cast)."""
     for step, i in users.get(value, []):
         if step is None:
             if isinstance(solution.results[i], Replicate):
@@ -102,7 +106,7 @@ def is_gathered(value: Value, solution: Solution, users: dict[Value, list[tuple[
         need = strategy.inputs[i]
         if isinstance(need, Replicate) or (isinstance(need, Shard) and not need.layouts):
             return True
-        if len(step.inputs) == 1 and not isinstance(need, Partial):
-            if any(is_gathered(out, solution, users) for out in step.outputs):
+        if len(step.inputs) == 1 and need == strategy.outputs[0] and _is_elementwise(step):
+            if is_gathered(step.outputs[0], solution, users):
                 return True
     return False

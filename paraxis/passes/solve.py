@@ -88,9 +88,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
         if ctx.plan is None:
             return
         unknown = [p for p in captured if p.name not in ctx.param_cache or (p.meta and p.placement is None)]
-        unknown += [
-            p for p in captured if p not in unknown and p.meta is not None and _is_other(p, ctx.param_cache.get(p.name))
-        ]
+        unknown += [p for p in captured if p not in unknown and _is_other(p, ctx.param_cache.get(p.name))]
         if unknown:
             changed = ", ".join(f"{p.name} {p.shape}" for p in unknown[:8])
             raise RuntimeError(
@@ -112,4 +110,5 @@ class ParallelAxisSolverPass(AnalyzeBase):
 
 
 def _is_other(found: ParameterInput, known: object) -> bool:
+    """Whether the model's parameter of this name is no longer the one that was planned."""
     return getattr(known, "_spec", found.meta) is not found.meta

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import REPLICATE, SHARED, Layout, Placement, Shard
-from .base import Call, Given, Strategy, register
+from .base import Call, Given, Strategy, draws, register
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ def attention(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     n = query.ndim
     seen: set[tuple[Placement, ...]] = set()
     for q, k in _pairs(given, n):
-        if not _aligned(q, k, query.shape, key.shape, n):
+        if not _aligned(q, k, query.shape, key.shape, n) or (draws(call) and q.has_copies):
             continue
         inputs: list[Placement] = [q, k, k]
         for mask in call.inputs[3:]:

@@ -146,6 +146,18 @@ def is_partial(placement: Given) -> bool:
     return isinstance(placement, Partial)
 
 
+def draws(call: Call) -> bool:
+    """Whether the call draws random numbers: ranks that hold the same elements would draw different ones."""
+    target = call.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if target is torch.ops.aten.scaled_dot_product_attention.default:
+        return bool(call.arg(4, "dropout_p", 0.0))
+    if target._schema.name in ("aten::dropout", "aten::native_dropout", "aten::feature_dropout"):
+        return bool(call.arg(1, "p")) and call.arg(2, "train") is not False
+    return True
+
+
 def normalize_dim(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
 

@@ -38,8 +38,10 @@ def index(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     if not isinstance(placement, Shard):
         return
     touched = [d for d, i in enumerate(indices) if i is not None]
-    if set(touched) & set(placement.dims):
+    if not touched or set(touched) & set(placement.dims):
         return
+    if any(indices[d].dtype in (torch.bool, torch.uint8) for d in touched):
+        return  # a mask may touch several dimensions
     adjacent = touched == list(range(touched[0], touched[-1] + 1))
     result = max(indices[d].ndim for d in touched)
     box: dict[int, Layout] = {}

@@ -30,6 +30,8 @@ def addmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 def _product(
     call: Call, given: Sequence[Given], x: int, w: int, w_in: int, w_out: int, bias: int | None
 ) -> Iterable[Strategy]:
+    if call.inputs[w].ndim != 2:
+        return
     last = call.inputs[x].ndim - 1
     out_last = call.out.ndim - 1
 
@@ -44,6 +46,8 @@ def _product(
         column, vector = Shard.of(w_out, layout), Shard.of(0, layout)
         yield strategy(REPLICATE, column, vector, Shard.of(out_last, layout), "column")
     for layout in [*_given(given[x], last), *_layouts(call, given, w, w_in)]:
+        if layout.has_copies:  # what lives on two ranks would be counted twice
+            continue
         yield strategy(Shard.of(last, layout), Shard.of(w_in, layout), PARTIAL, PARTIAL, "row")
     px = given[x]
     if isinstance(px, Shard) and last not in px.dims:
@@ -68,7 +72,7 @@ def _layouts(call: Call, given: Sequence[Given], index: int, dim: int) -> list[L
 def matmul(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Batch dimensions side by side, rows of the left, columns of the right, or the contraction, as partial sums."""
     left, right = call.inputs
-    if left.ndim < 1 or right.ndim < 2:
+    if left.ndim < 1 or right.ndim < 2 or (left.ndim == 1 and right.ndim > 2):
         return
     n = call.out.ndim
     for side, placement in enumerate(given):
@@ -81,6 +85,8 @@ def matmul(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 def _matmul_dim(left: Tensor, right: Tensor, n: int, side: int, dim: int, layout: Layout) -> Iterable[Strategy]:
     contract = (left.ndim - 1, right.ndim - 2)
     if dim == contract[side]:
+        if layout.has_copies:  # what lives on two ranks would be counted twice
+            return
         inputs = (Shard.of(contract[0], layout), Shard.of(contract[1], layout))
         yield Strategy(inputs, (PARTIAL,), kind="row")
     elif side == 0 and dim == left.ndim - 2:

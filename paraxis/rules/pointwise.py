@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Placement, Shard
-from .base import Call, Given, Strategy, Tensor, is_partial, register
+from .base import Call, Given, Strategy, Tensor, draws, is_partial, register
 
 aten = torch.ops.aten
 
@@ -58,13 +58,19 @@ _LINEAR = {"to", "_to_copy", "contiguous", "clone", "alias", "detach", "lift_fre
 def pointwise(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Follow each sharded input; the others are brought to the same box, less the dimensions they broadcast."""
     ndim = call.out.ndim
+    random = draws(call)
+    features = random and call.target._schema.name == "aten::feature_dropout"  # drops whole (batch, feature) planes
     seen: set[Placement] = set()
     for tensor, placement in zip(call.inputs, given, strict=True):
         if not isinstance(placement, Shard):
             continue
         lift = ndim - tensor.ndim
+        if lift < 0:  # only a dtype is taken from it
+            continue
         out = Shard.of({d + lift: x for d, x in placement.layouts})
         if out in seen or any(call.out.shape[d] != tensor.shape[d - lift] for d in out.dims):
+            continue
+        if random and (out.has_copies or (features and any(d > 1 for d in out.dims))):
             continue
         seen.add(out)
         yield Strategy(tuple(restrict(out, t, ndim) for t in call.inputs), (out,) * len(call.outputs))

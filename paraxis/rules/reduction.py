@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def _dims(call: Call, position: int = 1) -> set[int]:
     n = call.inputs[0].ndim
     dims = call.arg(position, "dim")
-    if dims is None or dims == []:
+    if dims is None or dims == [] or isinstance(dims, bool):  # var(x, unbiased) has no dimensions there
         return set(range(n))
     return {normalize_dim(d, n) for d in ([dims] if isinstance(dims, int) else dims)}
 

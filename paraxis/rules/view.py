@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..placement import PARTIAL, Layout, Placement, Shard, local_shape
+from ..placement import PARTIAL, Layout, Placement, Shard
 from .base import Call, Given, Strategy, is_partial, normalize_dim, register
 
 aten = torch.ops.aten
@@ -216,14 +216,10 @@ def squeeze(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     dims = call.arg(1, "dim")
     dims = range(n) if dims is None else [dims] if isinstance(dims, int) else dims
     gone = {normalize_dim(d, n) for d in dims if source.shape[normalize_dim(d, n)] == 1}
-    if call.arg(1, "dim") is None and any(n == 1 for n in local_shape(placement, source.shape, 0)):
-        return  # a local size of one would vanish where the global size stays
     if not gone & set(placement.dims):
         moved = {d - sum(g < d for g in gone): x for d, x in placement.layouts}
-        if any(d not in gone and local == 1 for d, local in enumerate(local_shape(placement, source.shape, 0))):
-            yield Strategy((placement,), (Shard.of(moved),), localize=partial(_exact_squeeze, dims=sorted(gone)))
-        else:
-            yield Strategy((placement,), (Shard.of(moved),))
+        # Named exactly: a local size of one would vanish where the global size stays.
+        yield Strategy((placement,), (Shard.of(moved),), localize=partial(_exact_squeeze, dims=sorted(gone)))
 
 
 def _exact_squeeze(

@@ -177,16 +177,16 @@ class _Search:
         return self._splittable[value]
 
     def _return(self, step: Step, given: tuple[Given, ...]) -> _Choice:
-        """What leaves the program is whole, or, where the caller does not read it, sharded; never a partial sum."""
+        """What leaves the program is whole, or, where the caller does not read it, sharded; never a partial sum.
+
+        Gathering a result is not charged: it is the caller's wish, and must not change how the model computes it.
+        """
         cost = 0.0
         after: list[Placement] = []
         for value, g in zip(step.inputs, given, strict=True):
-            if isinstance(g, Shard) and self.keep_sharded:
-                after.append(g)
-                continue
-            if isinstance(g, (Partial, Shard)):
+            if isinstance(g, Partial):
                 cost += self.model.move(g, REPLICATE, self.sizes.get(value, 0))
-            after.append(REPLICATE)
+            after.append(g if isinstance(g, Shard) and self.keep_sharded else REPLICATE)
         return _Choice(Strategy(tuple(after), ()), tuple(after), cost)
 
     # -- pruning -----------------------------------------------------------------------------------------------
@@ -214,6 +214,8 @@ class _Search:
                 continue
             if value in self.program.parameters and value not in self.program.placements:
                 return False  # where a parameter lives is part of the plan
+            if isinstance(b, Partial) or (isinstance(b, Shard) and b.layouts):
+                return False  # rules follow the placements there are: nobody may offer to go there from here
             bridge += self.model.move(a, b, self.sizes.get(value, 0))  # type: ignore[arg-type]
             if bridge > cost:
                 return False
@@ -251,11 +253,11 @@ def settled(given: Placement, need: Placement) -> Placement:
     """Where a tensor is after it was brought from ``given`` to ``need``: the most useful version at hand."""
     if given == need or isinstance(given, Replicate):
         return given
-    if isinstance(need, Shard) and need.layouts:
-        return need if isinstance(given, Partial) else given
     if isinstance(given, Shard) and not given.layouts:
         return given
-    return REPLICATE
+    if isinstance(given, Partial) and isinstance(need, Shard) and need.layouts:
+        return need
+    return REPLICATE  # one shard becomes another by way of the whole, which stays at hand
 
 
 def search(

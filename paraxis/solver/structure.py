@@ -74,7 +74,8 @@ class Candidates:
         if not isinstance(size, int):
             return []
         found = (layout_of(s, self.world, self.uneven) for s in self.structures(value, dim, size))
-        return [x for x in found if isinstance(x, Layout)][:1]
+        first = next((x for x in found if x is not None), None)
+        return [first] if isinstance(first, Layout) else []
 
     def obstacle(self, value: Value, dim: int, size: int) -> Indivisible | None:
         """Why the dimension cannot be split as it is used, if sizes are the reason."""
@@ -114,7 +115,7 @@ class Candidates:
         demands = self._demands.get(step.outputs[0], {})
         for left, right in groups(call.inputs[0].shape, call.out.shape):
             sizes = [call.out.shape[d] for d in right]
-            if len(left) != 1 or not all(isinstance(n, int) for n in sizes):
+            if len(left) != 1 or not sizes or not all(isinstance(n, int) for n in sizes):
                 continue
             if len(sizes) == 1:
                 if right[0] in demands:
@@ -211,14 +212,16 @@ def refine(a: Structure, b: Structure) -> Structure | None:
         return None
     result: list[tuple[int, int]] = []
     left, right = list(a), list(b)
-    cut_a = cut_b = False
+    done_a = done_b = 0  # how much of the current segment is behind us
     while left and right:
         (n, u), (m, v) = left[0], right[0]
-        size = min(n, m)
+        size = min(n - done_a, m - done_b)
         unit = lcm(u, v)
-        whole = size % unit == 0 and not ((cut_a and size % u) or (cut_b and size % v))
+        whole = size % unit == 0 and done_a % u == 0 and done_b % v == 0
         result.append((size, unit if whole else size))
-        cut_a, cut_b = n > size, m > size
-        left[0:1] = [(n - size, u)] if cut_a else []
-        right[0:1] = [(m - size, v)] if cut_b else []
+        done_a, done_b = done_a + size, done_b + size
+        if done_a == n:
+            done_a, left = 0, left[1:]
+        if done_b == m:
+            done_b, right = 0, right[1:]
     return tuple(result)

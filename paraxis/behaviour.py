@@ -1,0 +1,102 @@
+"""What a parallel model does differently from a plain one outside its forward.
+
+It is still the user's class; a few methods of this one object are replaced where the plain method would be wrong or
+would fail on sharded parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .core import ParallelExecutionCtx
+from .distributed.collectives import broadcast
+from .distributed.redistribute import gather_box
+from .sharded import ShardedTensor
+
+
+def dress(model: Any, ctx: ParallelExecutionCtx) -> None:
+    """Adapt the methods of a model whose parameters are sharded."""
+    model.register_state_dict_post_hook(_state_as_dtensors)
+    model._apply = _converter(model)
+    if hasattr(model, "generate") and ctx.world_size > 1:
+        model.generate = _agreeing(model.generate, ctx)
+    if hasattr(model, "save_pretrained") and ctx.world_size > 1:
+        model.save_pretrained = _saver(model, ctx)
+
+
+def _state_as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """``state_dict()`` gives DTensors, which checkpointing tools know."""
+    for name, value in state.items():
+        if isinstance(value, ShardedTensor):
+            state[name] = value.to_dtensor()
+
+
+def _converter(model: nn.Module) -> Callable[..., nn.Module]:
+    """``.to()``, ``.half()``, ``.cuda()``: nothing to do if nothing changes, otherwise an error that says why not."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for parameter in model.parameters():
+            probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            result = function(probe)
+            if result.dtype != probe.dtype or result.device.type != probe.device.type:
+                raise RuntimeError(
+                    f"a parallel model keeps its dtype and device ({probe.dtype}, {probe.device}); it cannot become "
+                    f"({result.dtype}, {result.device}). Choose them before: parallelize_model(..., torch_dtype=...) "
+                    "and ParallelExecutionCtx(current_device=...)."
+                )
+        return model
+
+    return apply
+
+
+def _agreeing(generate: Callable[..., Any], ctx: ParallelExecutionCtx) -> Callable[..., Any]:
+    """Sampling on all ranks from the random state of the first: they must draw the same tokens."""
+
+    def same_draws(*args: Any, **kwargs: Any) -> Any:
+        device = ctx.current_device
+        carrier = device if dist.get_backend(ctx.tp_group) == "nccl" else torch.device("cpu")
+        torch.set_rng_state(broadcast(torch.get_rng_state().to(carrier), ctx.tp_group).cpu())
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(
+                broadcast(torch.cuda.get_rng_state(device).to(carrier), ctx.tp_group).cpu(), device
+            )
+        return generate(*args, **kwargs)
+
+    return same_draws
+
+
+def _saver(model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
+    """An ordinary checkpoint, written by the first rank from the gathered weights. A collective."""
+
+    def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        state = kwargs.pop("state_dict", None)
+        if state is None:
+            gathered: dict[int, torch.Tensor] = {}
+            state = {}
+            value: Any
+            for name, value in [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]:
+                if isinstance(value, ShardedTensor):
+                    if id(value) not in gathered:
+                        whole = gather_box(value._local, value.placement, value.shape, ctx.tp_group)
+                        gathered[id(value)] = whole.cpu() if ctx.rank == 0 else whole.new_empty(0)
+                    value = gathered[id(value)]
+                state[name] = value
+        if ctx.rank == 0:
+            type(model).save_pretrained(model, save_directory, *args, state_dict=state, **kwargs)  # type: ignore[attr-defined]
+        dist.barrier(ctx.tp_group)
+
+    return save_pretrained
+
+
+def _persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    found = []
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found.append((f"{prefix}.{name}" if prefix else name, buffer))
+    return found

@@ -1,0 +1,69 @@
+"""Two gloo ranks that share one GPU, against the unsharded model on that GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models.compare import batch, gradient_errors, parallel, reference
+from models.tiny import save
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def check(folder: str, dtype: torch.dtype) -> dict[str, Any]:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, ctx = parallel(folder, "cuda:0", torch_dtype=dtype)
+    unsharded, exact = reference(folder, dtype=dtype).cuda(), reference(folder, dtype=torch.float64).cuda()
+    ids, labels = (t.cuda() for t in batch(exact.config.vocab_size))
+    runs = [m(input_ids=ids, labels=labels) for m in (model, unsharded, exact)]
+    for run in runs:
+        run.loss.backward()
+    parallel_run, plain_run, exact_run = runs
+    logits = [r.logits.detach().double() for r in runs]
+    with torch.no_grad():
+        tokens = [m.generate(ids, max_new_tokens=6, do_sample=False) for m in (model, unsharded)]
+    return {
+        "device": {p.to_local().device.type for p in model.parameters()},
+        "dtype": {p.dtype for p in model.parameters()},
+        "fraction": ctx.plan.sharded_fraction,
+        "logits": float((logits[0] - logits[1]).abs().max()),
+        "error": float((logits[0] - logits[2]).abs().max()),
+        "plain_error": float((logits[1] - logits[2]).abs().max()),
+        "loss": abs(parallel_run.loss.item() - plain_run.loss.item()),
+        "loss_error": abs(parallel_run.loss.item() - exact_run.loss.item()),
+        "gradients": gradient_errors(model, unsharded),
+        "gradients_exact": gradient_errors(model, exact),
+        "plain_gradients_exact": {
+            n: float((p.grad.double() - e.grad).norm() / e.grad.norm())
+            for (n, p), (_, e) in zip(unsharded.named_parameters(), exact.named_parameters(), strict=True)
+            if p.grad is not None
+        },
+        "tokens": [t.cpu() for t in tokens],
+        "all": logits[0].cpu(),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
+def test_float32_on_a_gpu(name: str, ranks: Any, tmp_path: Any) -> None:
+    results = ranks(2).run(check, save(name, tmp_path), torch.float32, timeout=300)
+    for found in results:
+        assert found["device"] == {"cuda"} and found["fraction"] <= 0.55
+        assert found["logits"] < 1e-4 and found["loss"] < 1e-5
+        assert max(found["gradients"].values()) < 1e-3
+        assert torch.equal(*found["tokens"])
+        assert torch.equal(found["all"], results[0]["all"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_bfloat16_on_a_gpu(name: str, ranks: Any, tmp_path: Any) -> None:
+    """Rounding makes bfloat16 differ: the parallel model must be as close to the truth as the unsharded one."""
+    results = ranks(2).run(check, save(name, tmp_path), torch.bfloat16, timeout=300)
+    for found in results:
+        assert found["dtype"] == {torch.bfloat16} and found["device"] == {"cuda"}
+        assert found["error"] <= 1.5 * found["plain_error"]
+        assert found["loss_error"] < 2e-2
+        worst = max(found["plain_gradients_exact"].values())
+        assert max(found["gradients_exact"].values()) <= 1.5 * worst
+        assert torch.equal(found["all"], results[0]["all"])

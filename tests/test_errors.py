@@ -1,0 +1,218 @@
+"""Every error a user can run into: provoked in real ranks, all of which must end, soon, and say what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models.compare import batch, context, parallel
+from models.tiny import save
+from torch import nn
+
+from ranks import RankOutcome, spawn_ranks
+
+SECONDS = 60.0  # generous: a loaded machine imports torch and transformers in this time too
+
+
+def fails(fn: Any, *args: Any, world: int = 2, **options: Any) -> list[RankOutcome]:
+    """The outcomes of a run in which every rank must raise, and none may hang."""
+    outcomes = spawn_ranks(world, fn, *args, timeout=SECONDS, **options)
+    for outcome in outcomes:
+        assert outcome.error not in (None, "hung", "died"), outcome
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(save("llama", tmp_path_factory.mktemp("llama")))
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint to spoil."""
+    for file in checkpoint.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def load(folder: str, **options: Any) -> None:
+    parallel(folder, **options)
+
+
+def load_without_a_group(folder: str) -> None:
+    dist.destroy_process_group()
+    load(folder)
+
+
+def load_with_old_transformers(folder: str) -> None:
+    import transformers
+
+    transformers.__version__ = "4.49.0"
+    load(folder)
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    data = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+
+
+def test_process_group_not_initialized(checkpoint: Path) -> None:
+    for outcome in fails(load_without_a_group, str(checkpoint)):
+        assert outcome.error == "RuntimeError"
+        assert "torchrun" in outcome.message and "init_process_group" in outcome.message
+
+
+def test_transformers_too_old(checkpoint: Path) -> None:
+    for outcome in fails(load_with_old_transformers, str(checkpoint)):
+        assert outcome.error == "ImportError"
+        assert "Found an incompatible version of transformers. Found version 4.49.0" in outcome.message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "world", "number", "module"),
+    [
+        ({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, 2, 3, "self_attn.q_proj"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}, 4, 6, "self_attn.q_proj"),
+        ({"intermediate_size": 131}, 2, 131, "mlp.gate_proj"),
+        ({"vocab_size": 251}, 2, 251, "lm_head"),
+        ({"vocab_size": 251, "tie_word_embeddings": True}, 2, 251, "embed_tokens"),
+    ],
+)
+def test_sizes_that_do_not_divide(sizes: dict[str, Any], world: int, number: int, module: str, tmp_path: Path) -> None:
+    folder = save("llama", tmp_path, **sizes)
+    (tmp_path / "model.safetensors").chmod(0o644)
+    for outcome in fails(load, folder, world=world):
+        assert outcome.error == "ValueError"
+        assert f"{number} is not divisible by {world}, " in outcome.message
+        assert module in outcome.message and "dimension" in outcome.message
+
+
+def test_no_architectures(copy: Path) -> None:
+    edit_config(copy, architectures=None)
+    for outcome in fails(load, str(copy)):
+        assert outcome.error == "CheckpointError" and "architectures" in outcome.message
+
+
+def test_a_class_that_transformers_does_not_have(copy: Path) -> None:
+    edit_config(copy, architectures=["LlamaForTelepathy"])
+    for outcome in fails(load, str(copy)):
+        assert outcome.error == "CheckpointError" and "LlamaForTelepathy" in outcome.message
+
+
+def test_no_safetensors(copy: Path) -> None:
+    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
+    for outcome in fails(load, str(copy)):
+        assert outcome.error == "CheckpointError"
+        assert "pytorch_model.bin" in outcome.message and "save_pretrained" in outcome.message
+
+
+def test_missing_parameters_and_other_shapes(copy: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copy / "model.safetensors")
+    del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:200].clone()
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    for outcome in fails(load, str(copy)):
+        assert outcome.error == "CheckpointError"
+        for text in (
+            "model.norm.weight",
+            "model.layers.1.mlp.up_proj.weight",
+            "lm_head.weight",
+            "(200, 64)",
+            "(256, 64)",
+        ):
+            assert text in outcome.message
+
+
+class Undecided(nn.Module):
+    """A forward that looks at its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:  # the line to be named
+            return self.linear(x)
+        return x
+
+
+def load_undecided() -> None:
+    from paraxis import parallelize_model
+
+    torch.manual_seed(0)
+    parallelize_model(Undecided(), context(), example_inputs=torch.ones(2, 8))
+
+
+def test_capture_failed() -> None:
+    for outcome in fails(load_undecided):
+        assert outcome.error == "CaptureError"
+        assert "test_errors.py" in outcome.message and "if x.sum() > 0" in outcome.message
+
+
+def differing_weights() -> None:
+    from paraxis import parallelize_model
+
+    torch.manual_seed(dist.get_rank())
+    parallelize_model(nn.Linear(8, 8), context(), example_inputs=torch.ones(2, 8))
+
+
+def test_ranks_with_different_weights() -> None:
+    for outcome in fails(differing_weights):
+        assert outcome.error == "CheckpointError" and "different values" in outcome.message
+
+
+def call_with_other_shapes(folder: str) -> None:
+    model, _ = parallel(folder)
+    ids, _ = batch(256, rows=2, length=6 + dist.get_rank())
+    with torch.no_grad():
+        model(input_ids=ids)
+
+
+def test_ranks_that_compile_different_graphs(checkpoint: Path) -> None:
+    for outcome in fails(call_with_other_shapes, str(checkpoint)):
+        assert outcome.error == "RuntimeError"
+        assert "different graphs" in outcome.message and "(2, 6)" in outcome.message and "(2, 7)" in outcome.message
+
+
+def compile_alone(folder: str) -> None:
+    """Only the first rank meets a new shape; the second repeats a known one."""
+    model, _ = parallel(folder, sync_timeout=5)
+    ids, _ = batch(256)
+    with torch.no_grad():
+        model(input_ids=ids)
+        model(input_ids=ids[:, : 10 - 3 * (dist.get_rank() == 0)])
+
+
+def test_a_rank_that_compiles_alone(checkpoint: Path) -> None:
+    first, second = fails(compile_alone, str(checkpoint), group_timeout=8)
+    assert "compiling" in first.message and "rank 1" in first.message and "5 s" in first.message
+    assert second.error == "CollectiveError", second
+    assert "rank 1 of 2" in second.message and "all_reduce" in second.message
+
+
+def leave_early(folder: str) -> None:
+    """The second rank skips a call that both have compiled."""
+    model, _ = parallel(folder)
+    ids, _ = batch(256)
+    with torch.no_grad():
+        model(input_ids=ids)
+        if dist.get_rank() == 0:
+            model(input_ids=ids)
+        else:
+            import time
+
+            time.sleep(12)
+            raise RuntimeError("left early")
+
+
+def test_a_collective_that_times_out(checkpoint: Path) -> None:
+    first, second = fails(leave_early, str(checkpoint), group_timeout=5)
+    assert first.error == "CollectiveError" and "rank 0 of 2" in first.message and "all_reduce" in first.message
+    assert "left early" in second.message

@@ -1,0 +1,284 @@
+"""Layouts and placements against brute force: the set of indices each rank holds, computed one by one."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import product
+
+import pytest
+
+from paraxis.placement import (
+    PARTIAL,
+    REPLICATE,
+    SHARED,
+    Layout,
+    Shard,
+    ensure_divisibility,
+    from_json,
+    local_index,
+    local_shape,
+    to_json,
+)
+
+
+def held(layout: Layout, size: int, rank: int) -> list[int]:
+    """Membership by definition: index i is on the rank if i modulo the period is in one of its ranges."""
+    return [i for i in range(size) if any(a <= i % layout.period < b for a, b in layout.ranges[rank])]
+
+
+def expanded(layout: Layout, size: int, rank: int) -> list[int]:
+    return [i for a, b in layout.expand(size, rank) for i in range(a, b)]
+
+
+def owners(layout: Layout, size: int) -> list[frozenset[int]]:
+    """For each index the ranks that hold it: the meaning of a layout."""
+    return [frozenset(r for r in range(layout.world) if i in set(held(layout, size, r))) for i in range(size)]
+
+
+def random_layout(rng: random.Random, size: int, world: int) -> Layout:
+    """Any assignment in which no index is lost, some on several ranks."""
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(world)]
+    for i in range(size):
+        for r in rng.sample(range(world), rng.choice([1, 1, 1, 2])):
+            ranges[r].append((i, i + 1))
+    return Layout.of(size, ranges)
+
+
+RANDOM = [(seed, random.Random(seed)) for seed in range(60)]
+
+
+# -- construction --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "world", "unit"), [(8, 2, 1), (8, 4, 2), (14, 4, 1), (28, 4, 2), (50257, 8, 1)])
+def test_even_is_contiguous_and_balanced(size: int, world: int, unit: int) -> None:
+    layout = Layout.even(size, world, unit)
+    parts = [held(layout, size, r) for r in range(world)]
+    assert [i for p in parts for i in p] == list(range(size))
+    sizes = [len(p) for p in parts]
+    assert all(n % unit == 0 for n in sizes)
+    assert max(sizes) - min(sizes) <= unit and sizes == sorted(sizes, reverse=True)
+    assert layout.contiguous(size) and not layout.has_copies
+    assert layout.is_even == (size % (world * unit) == 0)
+
+
+def test_even_with_fewer_units_than_ranks_makes_copies() -> None:
+    layout = Layout.even(4 * 16, 8, unit=16)  # four KV heads on eight ranks
+    for rank in range(8):
+        assert held(layout, 64, rank) == list(range(rank // 2 * 16, rank // 2 * 16 + 16))
+        assert layout.replica(rank) == (rank % 2, 2)
+    assert layout.has_copies and layout.is_even and not layout.contiguous(64)
+    assert layout.copies(64) == [2] * 64
+
+
+def test_one_unit_on_all_ranks_is_full() -> None:
+    assert Layout.even(16, 4, unit=16).is_full
+    assert Layout.even(16, 4, unit=16) == Layout.full(4)
+
+
+def test_even_refuses_broken_units() -> None:
+    with pytest.raises(ValueError, match="units of 3"):
+        Layout.even(8, 2, unit=3)
+
+
+def test_on_one_rank_a_split_is_a_split() -> None:
+    assert not Layout.even(8, 1).is_full
+    assert Shard.of(0, Layout.even(8, 1)).layouts
+
+
+def test_concat_splits_every_segment_by_itself() -> None:
+    sizes = (8, 4, 4)  # [q|k|v], unequal
+    layout = Layout.concat([(n, Layout.even(n, 2)) for n in sizes])
+    assert held(layout, 16, 0) == [0, 1, 2, 3, 8, 9, 12, 13]
+    assert held(layout, 16, 1) == [4, 5, 6, 7, 10, 11, 14, 15]
+    assert layout.is_even and not layout.contiguous(16)
+
+
+def test_concat_of_equal_segments_has_the_segment_for_a_period() -> None:
+    gate_up = Layout.concat([(6, Layout.even(6, 2))] * 2)
+    assert gate_up == Layout.even(6, 2) and gate_up.period == 6
+
+
+@pytest.mark.parametrize(("seed", "rng"), RANDOM[:20])
+def test_concat_by_membership(seed: int, rng: random.Random) -> None:
+    world = rng.choice([2, 3, 4])
+    parts = [(n, random_layout(rng, n, world)) for n in rng.choices([2, 4, 6], k=3)]
+    layout = Layout.concat(parts)
+    expected = [o for n, x in parts for o in owners(x, n)]
+    assert owners(layout, sum(n for n, _ in parts)) == expected
+
+
+# -- the canonical form --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seed", "rng"), RANDOM)
+def test_equality_is_equality_of_meaning(seed: int, rng: random.Random) -> None:
+    world, size, repeats = rng.choice([2, 4]), rng.choice([2, 3, 4, 6]), rng.choice([1, 2, 3])
+    layout = random_layout(rng, size, world)
+    total = size * repeats
+    again = Layout.of(total, [[(i, i + 1) for i in held(layout, total, r)] for r in range(world)])
+    assert again == layout and hash(again) == hash(layout)
+    assert owners(again, total) == owners(layout, total)
+    # and no shorter period would do
+    for shorter in range(1, layout.period):
+        if layout.period % shorter == 0:
+            pattern = owners(layout, layout.period)
+            assert pattern != pattern[:shorter] * (layout.period // shorter)
+
+
+def test_the_period_does_not_depend_on_the_order_of_ranges() -> None:
+    assert Layout.of(8, [[(4, 6), (0, 2)], [(2, 4), (6, 8)]]) == Layout.even(4, 2)
+    assert Layout.of(4, [[(0, 1), (1, 2)], [(2, 4), (3, 3)]]) == Layout.even(4, 2)
+
+
+def test_a_rank_may_hold_nothing_or_everything() -> None:
+    first = Layout.of(6, [[(0, 6)], []])
+    assert first.period == 1 and first.local_size(6, 0) == 6 and first.local_size(6, 1) == 0
+    assert first.expand(6, 1) == () and not first.is_full and not first.has_copies
+
+
+# -- questions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seed", "rng"), RANDOM)
+def test_questions_by_membership(seed: int, rng: random.Random) -> None:
+    world, period, repeats = rng.choice([2, 4]), rng.choice([2, 4, 6]), rng.choice([1, 2, 3])
+    layout = random_layout(rng, period, world)
+    size = period * repeats
+    parts = [held(layout, size, r) for r in range(world)]
+    for rank in range(world):
+        assert expanded(layout, size, rank) == parts[rank]
+        assert layout.local_size(size, rank) == len(parts[rank])
+        twins = [r for r in range(world) if parts[r] == parts[rank]]
+        assert layout.replica(rank) == (twins.index(rank), len(twins))
+    assert layout.copies(size) == [len(o) for o in owners(layout, size)]
+    assert layout.has_copies == any(len(o) > 1 for o in owners(layout, size))
+    assert layout.is_even == (len({len(p) for p in parts}) == 1)
+    assert layout.is_full == all(len(p) == size for p in parts)
+    flat = [i for p in parts for i in p]
+    assert layout.contiguous(size) == (flat == list(range(size)) and all(parts))
+    assert layout.fits(size) and not layout.fits(0)
+    assert layout.fits(size + 1) == ((size + 1) % layout.period == 0)
+
+
+# -- views ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seed", "rng"), RANDOM[:40])
+def test_scale_and_unscale(seed: int, rng: random.Random) -> None:
+    world, size, inner = rng.choice([2, 4]), rng.choice([2, 4, 6]), rng.choice([2, 3, 4])
+    layout = random_layout(rng, size, world)
+    scaled = layout.scale(inner)
+    assert owners(scaled, size * inner) == [o for o in owners(layout, size) for _ in range(inner)]
+    if layout.period > 1:
+        assert scaled.unscale(inner) == layout
+    # unscale of anything: an outer layout if and only if blocks of `inner` stay together in the period
+    other = random_layout(rng, 12, world)
+    outer = other.unscale(inner)
+    pattern = owners(other, other.period)
+    blocks = [pattern[i : i + inner] for i in range(0, other.period, inner)]
+    together = other.period % inner == 0 and all(len(set(block)) == 1 for block in blocks)
+    assert (outer is not None) == (together or (outer is not None and other.period == 1))
+    if outer is not None and other.period > 1:
+        assert owners(outer, len(blocks)) == [block[0] for block in blocks]
+
+
+def test_unscale_of_a_constant_layout() -> None:
+    """What one rank holds all of stays together in blocks of any size."""
+    first = Layout.of(6, [[(0, 6)], []])
+    assert first.scale(3) == first
+    assert first.unscale(3) == first
+
+
+@pytest.mark.parametrize(("seed", "rng"), RANDOM[:40])
+def test_slices(seed: int, rng: random.Random) -> None:
+    world, size = rng.choice([2, 4]), rng.choice([4, 6, 8])
+    layout = random_layout(rng, size, world)
+    start = rng.randrange(size)
+    stop = rng.randrange(start + 1, size + 1)
+    part = layout.slice(size, start, stop)
+    assert owners(part, stop - start) == owners(layout, size)[start:stop]
+    for rank in range(world):
+        mine = held(layout, size, rank)
+        a, b = layout.local_slice(size, start, stop, rank)
+        assert mine[a:b] == [i for i in mine if start <= i < stop]
+
+
+# -- placements of tensors -----------------------------------------------------------------------------------------
+
+
+def test_shard_of_sorts_and_leaves_out_full_layouts() -> None:
+    even = Layout.even(4, 2)
+    assert Shard.of({2: even, 0: even}).layouts == ((0, even), (2, even))
+    assert Shard.of({1: Layout.full(2)}) == SHARED == Shard.of(0, None)
+    assert Shard.of({0: even, 1: Layout.full(2)}) == Shard.of(0, even)
+    assert Shard.of(0, even) != Shard.of(1, even)
+    assert SHARED != REPLICATE and hash(Shard.of(0, even)) == hash(Shard.of({0: Layout.even(4, 2)}))
+
+
+def test_copies_of_a_box() -> None:
+    """A box split two ways has no copies even if each of its dimensions has."""
+    rows = Layout.of(4, [[(0, 2)], [(0, 2)], [(2, 4)], [(2, 4)]])
+    columns = Layout.of(4, [[(0, 2)], [(2, 4)], [(0, 2)], [(2, 4)]])
+    assert Shard.of(0, rows).has_copies and Shard.of(1, columns).has_copies
+    assert not Shard.of({0: rows, 1: columns}).has_copies
+    assert SHARED.has_copies
+
+
+def test_shapes_and_indices_of_boxes() -> None:
+    rows, packed = Layout.even(4, 2), Layout.concat([(8, Layout.even(8, 2)), (4, Layout.even(4, 2))])
+    box = Shard.of({0: rows, 2: packed})
+    shape = (4, 3, 12)
+    for rank in range(2):
+        index = local_index(box, shape, rank)
+        members = [[i for a, b in dim for i in range(a, b)] for dim in index]
+        assert members == [held(rows, 4, rank), [0, 1, 2], held(packed, 12, rank)]
+        assert local_shape(box, shape, rank) == (2, 3, 6) == tuple(len(m) for m in members)
+    for whole in (REPLICATE, PARTIAL, SHARED):
+        assert local_shape(whole, shape, 1) == shape
+        assert local_index(whole, shape, 1) == [((0, n),) for n in shape]
+
+
+def test_dimensions_that_are_not_sharded_may_be_symbolic() -> None:
+    symbol = object()
+    assert local_shape(Shard.of(1, Layout.even(8, 2)), (symbol, 8), 0) == (symbol, 4)
+    assert Layout.even(8, 2).fits(symbol)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_boxes_cover_every_element_once_without_copies(world: int) -> None:
+    shape = (4, 8)
+    for box in (Shard.of(0, Layout.even(4, world)), Shard.of(1, Layout.concat([(4, Layout.even(4, world))] * 2))):
+        count = dict.fromkeys(product(range(4), range(8)), 0)
+        for rank in range(world):
+            spans = [[i for a, b in dim for i in range(a, b)] for dim in local_index(box, shape, rank)]
+            for element in product(*spans):
+                count[element] += 1
+        assert set(count.values()) == {1}
+
+
+# -- text ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("seed", "rng"), RANDOM[:20])
+def test_json(seed: int, rng: random.Random) -> None:
+    layout = random_layout(rng, rng.choice([4, 6]), 2)
+    for placement in (REPLICATE, PARTIAL, SHARED, Shard.of({0: layout, 3: Layout.even(8, 2)})):
+        assert from_json(json.loads(json.dumps(to_json(placement)))) == placement
+    assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+
+
+def test_text() -> None:
+    assert str(REPLICATE) == "R" and str(PARTIAL) == "P" and str(SHARED) == "S()"
+    assert str(Shard.of(1, Layout.even(8, 2))) == "S(1)"
+    assert str(Shard.of(0, Layout.even(5, 2))) == "S(0: uneven)"
+    assert str(Shard.of(0, Layout.even(2, 4))) == "S(0: 0:1,0:1,1:2,1:2 of 2)"
+
+
+def test_divisibility_error_names_what_and_where() -> None:
+    ensure_divisibility(8, 4)
+    with pytest.raises(ValueError, match=r"6 is not divisible by 4.*heads of `model\.attn`.*divides 6"):
+        ensure_divisibility(6, 4, module="model.attn", dim="heads")
+    with pytest.raises(ValueError):
+        ensure_divisibility(6, 0)

@@ -1,0 +1,100 @@
+"""The plan: plain data both ways, and the text made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paraxis.placement import REPLICATE, Layout, Shard
+from paraxis.plan import CollectivePlan, LayerPlan, Plan
+
+
+def small_plan(rank: int = 0, layers: int = 3) -> Plan:
+    """A plan for two ranks with an uneven embedding, so that the ranks' shards differ."""
+    plan = Plan(2, cost=0.25, optimal=True)
+    plan.add_parameter("embed.weight", Shard.of(0, Layout.even(13, 2)), (13, 4), rank)
+    plan.add_parameter("norm.weight", REPLICATE, (4,), rank)
+    plan.layers.append(
+        LayerPlan(
+            "embed", "embedding", "vocab", True, False, False, (13, 4), plan.parameters["embed.weight"].local_shape
+        )
+    )
+    for k in range(layers):
+        plan.add_parameter(f"layers.{k}.up.weight", Shard.of(0, Layout.even(8, 2)), (8, 4), rank)
+        plan.add_parameter(f"layers.{k}.gate.weight", REPLICATE, (6, 4), rank)
+        plan.layers.append(LayerPlan(f"layers.{k}.up", "linear", "column", False, False, False, (8, 4), (4, 4)))
+        plan.layers.append(LayerPlan(f"layers.{k}.gate", "linear", None, False, False, False, (6, 4), (6, 4)))
+        plan.collectives.append(CollectivePlan("all_reduce", f"layers.{k}.down", (1, None, 4), "float32"))
+        plan.replicated.append((f"layers.{k}.gate.weight", "no rule for aten.foo"))
+        plan.gathered.append((f"layers.{k}.gate", "aten.foo on a sharded tensor"))
+    plan.collectives.append(CollectivePlan("all_gather", "head", (1, None, 13), "float32"))
+    plan.replicated.append(("norm.weight", "a vector"))
+    return plan
+
+
+def render(plan: Plan) -> str:
+    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(plan.table())
+    return console.export_text()
+
+
+def test_json_round_trip() -> None:
+    plan = small_plan()
+    data = json.loads(json.dumps(plan.to_json()))
+    again = Plan.from_json(data)
+    assert again == plan
+    assert again.to_json() == plan.to_json()
+    assert again.parameters["embed.weight"].placement == Shard.of(0, Layout.even(13, 2))
+    assert again.collectives[0].shape == (1, None, 4)
+    assert again.replicated[-1] == ("norm.weight", "a vector")
+
+
+def test_json_is_the_same_on_every_rank() -> None:
+    assert small_plan(0) != small_plan(1)
+    assert small_plan(0).to_json() == small_plan(1).to_json()
+    assert small_plan(1).parameters["embed.weight"].local_shape == (6, 4)
+    assert small_plan(1).to_json()["parameters"]["embed.weight"]["local_shape"] == [7, 4]
+    assert small_plan(1).to_json()["layers"][0]["local_shape"] == [7, 4]
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    path = str(tmp_path / "plan.json")
+    small_plan().save(path)
+    assert Plan.load(path) == small_plan()
+
+
+def test_sharded_fraction_is_that_of_the_fullest_rank() -> None:
+    plan = small_plan(rank=1, layers=1)
+    total = 13 * 4 + 4 + 8 * 4 + 6 * 4
+    assert plan.sharded_fraction == pytest.approx((7 * 4 + 4 + 4 * 4 + 6 * 4) / total)
+    assert Plan(2).sharded_fraction == 1.0
+    even = Plan(4)
+    even.add_parameter("w", Shard.of(1, Layout.even(8, 4)), (3, 8), 0)
+    assert even.sharded_fraction == 0.25
+
+
+def test_count() -> None:
+    assert small_plan().count() == {"all_reduce": 3, "all_gather": 1}
+    assert Plan(2).count() == {}
+
+
+def test_table_shows_repeated_blocks_once() -> None:
+    text = render(small_plan())
+    assert text.count("layers.*.up") == 1 and "layers.0" not in text
+    row = next(line for line in text.splitlines() if "layers.*.up" in line)
+    assert "3" in row and "column" in row and "8×4" in row and "4×4" in row
+    gate = next(line for line in text.splitlines() if "layers.*.gate " in line and "linear" in line)
+    assert "whole" in gate
+    assert "Plan for 2 ranks" in text and f"{small_plan().sharded_fraction:.1%}" in text
+
+
+def test_caption_says_what_is_whole_and_why() -> None:
+    text = render(small_plan())
+    assert "3 all_reduce, 1 all_gather" in text
+    assert text.count("Whole: layers.*.gate.weight: no rule for aten.foo") == 1
+    assert text.count("Gathered: layers.*.gate: aten.foo on a sharded tensor") == 1
+    assert "norm.weight" not in text  # a vector is no news
+    assert "none" in render(Plan(2))
