@@ -287,15 +287,10 @@ def peak_memory() -> float:
 
 
 def show_plan(plan: Plan) -> None:
-    """Prints what was split and how, and what was not and why."""
-    out = console()
-    out.print(plan.table())
-    out.print(
-        f"{100 * plan.sharded_fraction:.1f} % of the parameters are sharded; "
-        f"{len(plan.collectives)} collectives per forward pass."
-    )
-    for name, reason in plan.replicated:
-        out.print(f"whole on every rank: {name}: {reason}", style="dim", markup=False, highlight=False)
+    """Print the plan: a row per kind of layer, and what stays whole."""
+    console().print(plan.table())
+    vectors = [name for name, _ in plan.replicated if len(plan.parameters[name].global_shape) < 2]
+    console().print(f"Whole on every rank: {len(vectors)} vectors (the weights of norms).")
 
 
 def checks_table(reports: list[RankReport]) -> Table:

@@ -13,7 +13,7 @@ from ..sharded import ShardedTensor
 from ..solver import Value
 from .annotate import ParallelLayerAnnotatePass
 from .base import PassBase
-from .layers import find_layers
+from .layers import Layer, find_layers
 from .rewrite import Rewriter, module_of
 from .solve import RESULT, Solved
 
@@ -79,10 +79,7 @@ def make_plan(solved: Solved, ctx: ParallelExecutionCtx, rewriter: Rewriter) -> 
     return plan
 
 
-def _layer_plan(layer: object, solved: Solved, ctx: ParallelExecutionCtx) -> LayerPlan:
-    from .layers import Layer
-
-    assert isinstance(layer, Layer)
+def _layer_plan(layer: Layer, solved: Solved, ctx: ParallelExecutionCtx) -> LayerPlan:
     origin = layer.step.node.meta.get("origin")
     meta = origin.meta if origin is not None else {}
     fields = {name: meta.get(name) for name in ParallelLayerAnnotatePass.FIELDS}
@@ -95,6 +92,8 @@ def _layer_plan(layer: object, solved: Solved, ctx: ParallelExecutionCtx) -> Lay
     else:
         parameter = solved.parameters[layer.weight]
         shape, name = parameter.shape, parameter.name.rpartition(".")[0]
+        if parameter.meta is not None and parameter.meta.is_tied:
+            name = module_of(layer.step.node) or name  # the weight has several owners; this is the one that uses it
         placement = solved.solution.parameters[Value(layer.weight)]
     return LayerPlan(
         name=name,
