@@ -92,19 +92,22 @@ class Plan:
     # -- plain data --------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data. Local shapes are those of this rank; with even splits they are the same on all."""
+        """Plain data; local shapes are those of the first rank, so that all ranks give the same."""
         parameters = {
             name: {
                 "placement": to_json(p.placement),
                 "global_shape": list(p.global_shape),
-                "local_shape": list(p.local_shape),
+                "local_shape": list(local_shape(p.placement, p.global_shape, 0)),
             }
             for name, p in self.parameters.items()
         }
         layers = []
         for layer in self.layers:
-            shapes = {"global_shape": list(layer.global_shape), "local_shape": list(layer.local_shape)}
-            layers.append({**asdict(layer), **shapes})
+            data = asdict(layer)
+            known = self.parameters.get(f"{layer.name}.weight")
+            if known is not None:
+                data["local_shape"] = local_shape(known.placement, known.global_shape, 0)
+            layers.append({**data, "global_shape": list(layer.global_shape), "local_shape": list(data["local_shape"])})
         return {
             "world_size": self.world_size,
             "layers": layers,

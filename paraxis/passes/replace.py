@@ -60,7 +60,7 @@ class ParallelLayerReplacePass(PassBase):
 
 
 def make_plan(solved: Solved, ctx: ParallelExecutionCtx, rewriter: Rewriter) -> Plan:
-    """Write the solution down in terms of the model."""
+    """Write the solution down in terms of the model; the same on every rank, with the local shapes of the first."""
     plan = Plan(ctx.world_size, cost=solved.solution.cost, optimal=solved.solution.optimal)
     used = {p.name: Value(node) for node, p in solved.parameters.items()}
     shapes = {p.name: p.shape for p in solved.parameters.values()}
@@ -70,16 +70,16 @@ def make_plan(solved: Solved, ctx: ParallelExecutionCtx, rewriter: Rewriter) -> 
         placements.setdefault(name, REPLICATE)
     for name, placement in placements.items():
         whole = not isinstance(placement, Shard) or not placement.layouts
-        plan.add_parameter(name, REPLICATE if whole else placement, shapes[name], ctx.rank)
+        plan.add_parameter(name, REPLICATE if whole else placement, shapes[name], rank=0)
         if whole:
             plan.replicated.append((name, _reason(name, shapes[name], used, solved)))
     plan.collectives = rewriter.collectives
-    plan.layers = [_layer_plan(layer, solved, ctx) for layer in find_layers(solved)]
+    plan.layers = [_layer_plan(layer, solved) for layer in find_layers(solved)]
     plan.gathered = _gathered(solved)
     return plan
 
 
-def _layer_plan(layer: Layer, solved: Solved, ctx: ParallelExecutionCtx) -> LayerPlan:
+def _layer_plan(layer: Layer, solved: Solved) -> LayerPlan:
     origin = layer.step.node.meta.get("origin")
     meta = origin.meta if origin is not None else {}
     fields = {name: meta.get(name) for name in ParallelLayerAnnotatePass.FIELDS}
@@ -103,7 +103,7 @@ def _layer_plan(layer: Layer, solved: Solved, ctx: ParallelExecutionCtx) -> Laye
         input_is_parallel=bool(fields["input_is_parallel"]),
         sequence_parallel=bool(fields["sequence_parallel"]),
         global_shape=shape,
-        local_shape=local_shape(placement, shape, ctx.rank),
+        local_shape=local_shape(placement, shape, 0),
     )
 
 
