@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from .capture.trace import CaptureError, describe, fresh_entry, ignore_loggers
 from .core import Config, ParallelExecutionCtx
-from .passes import AnalyzeBase, build_parallel_pass_pipeline
+from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
 from .passes.solve import RESULT, Solved
 from .sharded import ShardedTensor
 from .weights.agree import exchange, together
@@ -41,13 +41,15 @@ def run_pipeline(
 ) -> GraphModule:
     """The passes, with all ranks agreeing on the graph before weights are read or collectives run."""
     ctx.example_inputs = example_inputs
-    passes = list(build_parallel_pass_pipeline())
+    passes = list(config.pipeline or build_parallel_pass_pipeline())
     captured = graph_module
+    loading = next((i for i, p in enumerate(passes) if isinstance(p, InitializeOrLoadWeightsPass)), len(passes))
     with together(ctx.tp_group, "compiling the model", config.sync_timeout):
-        for step in passes[:-1]:
+        for step in passes[:loading]:
             graph_module = step(graph_module, ctx=ctx, config=config)
     _compare_graphs(ctx, config, _digest(captured), _summary(example_inputs))
-    graph_module = passes[-1](graph_module, ctx=ctx, config=config)
+    for step in passes[loading:]:
+        graph_module = step(graph_module, ctx=ctx, config=config)
     if config.clean_markers_after_all_passes:
         for step in passes:
             if isinstance(step, AnalyzeBase):

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from .placement import Placement
 
 if TYPE_CHECKING:
+    from .passes.base import PassPipeline
     from .plan import Plan
 
 
@@ -139,6 +140,7 @@ class Config:
         gather_outputs: Whether tensors returned to the caller are made whole.
         init_seed: Seed of the initialization of weights; ``None`` takes torch's current seed of the first rank.
         show_progress: Show a progress bar while loading, on the first rank.
+        pipeline: The passes to run; by default those of ``build_parallel_pass_pipeline()``.
         sync_timeout: Seconds the ranks wait for one another before a compilation is given up as diverged.
     """
 
@@ -149,4 +151,5 @@ class Config:
     gather_outputs: bool = True
     init_seed: int | None = None
     show_progress: bool = True
+    pipeline: PassPipeline | None = None
     sync_timeout: float = 120.0

@@ -39,7 +39,7 @@ class ParameterPlan:
 
 @dataclass
 class CollectivePlan:
-    """One collective of the forward program."""
+    """One collective of the forward program; ``module`` is where the tensor was made that it brings together."""
 
     kind: str
     module: str
@@ -179,6 +179,8 @@ class Plan:
     def _caption(self) -> str:
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.count().items()) or "none"
         lines = [f"Collectives in one forward: {kinds}."]
+        places = Counter((c.kind, _pattern(c.module), "×".join(map(str, c.shape))) for c in self.collectives)
+        lines += [f"  {n} {kind} of {shape} after {where or 'the model'}" for (kind, where, shape), n in places.items()]
         matrices = [
             (n, r) for n, r in self.replicated if n in self.parameters and len(self.parameters[n].global_shape) > 1
         ]

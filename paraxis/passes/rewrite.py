@@ -47,13 +47,11 @@ class Rewriter:
         self.steps = {step.node: step for step in solved.program.steps}
         self.layers = {layer.step: layer for layer in find_layers(solved)}
         self.collectives: list[CollectivePlan] = []
-        self._current: Node | None = None
         self._random: RandomState | None = None
 
     def run(self) -> GraphModule:
         """The local program, with the placeholders of the captured graph."""
         for node in self.solved.aten.graph.nodes:
-            self._current = node
             emit: Callable[[Node], None] = getattr(self, f"_emit_{node.op}")
             emit(node)
         module = GraphModule(self.root, self.graph, class_name="LocalProgram")
@@ -221,7 +219,7 @@ class Rewriter:
         kind = _collective(source, need)
         if kind in ("all_reduce", "all_gather", "reduce_scatter") and self.ctx.world_size > 1:
             self.collectives.append(
-                CollectivePlan(kind, module_of(self._current), shape, str(fake.dtype).removeprefix("torch."))
+                CollectivePlan(kind, module_of(value.node), shape, str(fake.dtype).removeprefix("torch."))
             )
         group = self.group
 
