@@ -5,4 +5,6 @@ from .functionalize import simplify
 from .trace import CaptureError, capture, ignore_loggers
 from .whole import mark_whole, whole_op
 
+ignore_loggers()  # also for graphs that a user captures by hand
+
 __all__ = ["CaptureError", "capture", "ignore_loggers", "mark_whole", "simplify", "to_aten", "whole_op"]

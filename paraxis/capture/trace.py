@@ -63,6 +63,8 @@ class _Ignored(str):
 
 def ignore_loggers() -> None:
     """Tell Dynamo to leave out logger calls: a warning inside ``forward`` must not break the graph."""
+    import transformers.utils.logging  # noqa: F401 -- adds ``warning_once`` to loggers
+
     names = ("debug", "info", "warning", "warning_once", "warning_advice", "info_once", "error")
     methods = {_Ignored(getattr(logging.Logger, name)) for name in names if hasattr(logging.Logger, name)}
     for option in ("ignore_logging_functions", "ignore_logger_methods"):

@@ -148,8 +148,24 @@ def _local_view(
         dim = normalize_dim(args[1], call.inputs[0].ndim)
         sizes = _local_sizes(list(args[2]), call.out.shape[dim : dim + len(args[2])], placement, rank, dim)
         return target, [args[0], dim, sizes], kwargs
+    dims = placement.dims if isinstance(placement, Shard) else {}
+    symbolic = [d for d in dims if not isinstance(call.out.shape[d], int)]
     sizes = _local_sizes(list(args[1]), call.out.shape, placement, rank, 0)
-    return aten.reshape.default, [args[0], sizes], {}
+    if not symbolic:
+        return aten.reshape.default, [args[0], sizes], {}
+    for d in symbolic:
+        sizes[d] = args[1][d]  # the global size, known when it runs
+    parts = [(d, dims[d].period, dims[d].local_size(dims[d].period, rank)) for d in symbolic]
+    return _reshape_parts, [args[0], sizes], {"parts": parts}
+
+
+def _reshape_parts(x: torch.Tensor, sizes: list[int], parts: list[tuple[int, int, int]]) -> torch.Tensor:
+    """A reshape in which some global sizes, a multiple of ``period`` each, are made local when it runs."""
+    sizes = list(sizes)
+    for dim, period, held in parts:
+        if sizes[dim] != -1:
+            sizes[dim] = sizes[dim] // period * held
+    return x.reshape(sizes)
 
 
 def _local_sizes(sizes: list[Any], shape: Sequence[Any], placement: Placement, rank: int, first: int) -> list[Any]:
@@ -163,7 +179,7 @@ def _local_sizes(sizes: list[Any], shape: Sequence[Any], placement: Placement, r
         elif isinstance(whole, int):
             result.append(layout.local_size(whole, rank))
         else:
-            result.append(-1)  # a symbolic size times a constant: let torch work it out
+            result.append(-1)  # a symbolic size times a constant
     return result
 
 
