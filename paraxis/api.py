@@ -20,11 +20,12 @@ from .inputs import example_call
 from .meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
 from .sharded import ShardedTensor
 from .weights.agree import exchange, together
+from .weights.convert import find_conversions
 from .weights.errors import CheckpointError
 from .weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
 from .weights.load import load_buffers
 from .weights.materialize import checksums
-from .weights.weight_map import check_checkpoint, collect_weight_map, match_parameters
+from .weights.weight_map import check_checkpoint, collect_weight_map, header_of, match_parameters
 
 
 def parallelize_model(
@@ -139,6 +140,7 @@ def _attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Modul
     if dtype is not None and not isinstance(dtype, str):
         model.to(dtype)
     ctx.plan, ctx.compile_times = None, 0
+    ctx.conversions = []
     ctx.parallel_layer_cache.clear()
     ctx.param_cache.clear()
     ctx.param_cache.update(attach_parameter_meta(model, ctx.current_device, ctx.tp_group))
@@ -150,7 +152,8 @@ def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx) -> N
     ctx.weight_map = collect_weight_map(folder)
     prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
     keys = match_parameters(ctx.param_cache, tied, ctx.weight_map, prefix, model)
-    check_checkpoint(ctx.param_cache, keys, ctx.weight_map, tied, prefix, model)
+    ctx.conversions = find_conversions(ctx.param_cache, tied, header_of(ctx.weight_map), ctx.weight_map, prefix, model)
+    check_checkpoint(ctx.param_cache, keys, ctx.weight_map, tied, ctx.conversions)
     for name, key in keys.items():
         _meta(ctx.param_cache[name]).mapping = {HashableSlice(): ParameterSlice(source=key)}
     load_buffers(model, ctx.weight_map, prefix)

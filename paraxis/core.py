@@ -92,6 +92,7 @@ class ParallelExecutionCtx:
         parallel_layer_cache: Parallel layers by the parameters and flags they were made for.
         param_cache: Parameters by name.
         weight_map: Parameter name to the file that holds it.
+        conversions: Parameters that the checkpoint stores in another form.
         last_optimized_graph_module: The local program of the last compilation.
         compile_times: How many graphs were compiled for execution.
         plan: The solved plan, once there is one.
@@ -103,6 +104,7 @@ class ParallelExecutionCtx:
     parallel_layer_cache: dict[Any, nn.Module] = field(default_factory=dict)
     param_cache: dict[str, nn.Parameter] = field(default_factory=dict)
     weight_map: dict[str, str] = field(default_factory=dict)
+    conversions: list[Any] = field(default_factory=list)
     last_optimized_graph_module: GraphModule | None = None
     compile_times: int = 0
     plan: Plan | None = None

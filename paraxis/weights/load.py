@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..distributed.redistribute import slice_box
 from ..meta import parameter_meta
 from ..placement import Placement, Ranges, Shard, local_index, local_shape
 from ..sharded import ShardedTensor, materialize
+from .convert import Conversion
 from .errors import CheckpointError
 from .weight_map import match_parameters, open_file
 
@@ -102,6 +103,32 @@ def load_parameters(
                     shard = load_shard(handle, keys[name], meta.placement, meta.shape, rank, meta.dtype, device)
                     _finish(param, meta, shard, rank, keys[name])
                     bar.update(shard.nbytes)
+
+
+def load_converted(
+    params: Mapping[str, nn.Parameter],
+    conversions: Iterable[Conversion],
+    weight_map: Mapping[str, str],
+    rank: int,
+    device: torch.device,
+    progress: bool = False,
+) -> None:
+    """Give every parameter that is stored in another form its shard. One conversion at a time is held whole."""
+
+    def read(key: str) -> torch.Tensor:
+        with open_file(weight_map[key]) as handle:
+            return handle.get_tensor(key)
+
+    needed = [(c, [name for name in c.targets if name in params]) for c in conversions]
+    needed = [(conversion, names) for conversion, names in needed if names]
+    for conversion, names in tqdm(needed, desc="Converting weights", disable=not progress or not needed):
+        whole = conversion.run(read)
+        for name in names:
+            meta = _meta_of(params[name])
+            assert meta.placement is not None
+            part = slice_box(whole.pop(name), meta.placement, rank)
+            shard = torch.empty(part.shape, dtype=meta.dtype, device=device).copy_(part)
+            _finish(params[name], meta, shard, rank, conversion.keys[0])
 
 
 def slice_parameters(params: Mapping[str, nn.Parameter], rank: int, device: torch.device) -> None:

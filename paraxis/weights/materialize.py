@@ -11,7 +11,7 @@ from ..core import Config, ParallelExecutionCtx, ParameterMeta
 from ..sharded import ShardedTensor
 from .agree import together
 from .init import common_seed, initialize_parameters
-from .load import load_parameters, slice_parameters
+from .load import load_converted, load_parameters, slice_parameters
 
 
 def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
@@ -30,7 +30,9 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
         stored = {name: pending[name] for name in keys}
         progress = config.show_progress and ctx.rank == 0
         load_parameters(stored, keys, ctx.weight_map, ctx.rank, device, progress)
-        rest = {name: p for name, p in pending.items() if name not in own and name not in stored}
+        converted = {name for conversion in ctx.conversions for name in conversion.targets}
+        load_converted(pending, ctx.conversions, ctx.weight_map, ctx.rank, device, progress)
+        rest = {name: p for name, p in pending.items() if name not in {*own, *stored, *converted}}
         initialize_parameters(rest, config.weight_init_fn, seed, ctx.rank, device)
 
 

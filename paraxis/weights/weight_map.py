@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from .convert import Conversion
 from .errors import CheckpointError
+from .names import CheckpointNames
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -31,6 +33,14 @@ _NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
+}
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    **{name: dtype for dtype, name in _NAMES.items()},
 }
 
 
@@ -103,58 +113,15 @@ def _from_index(folder: Path, index: Path) -> dict[str, str]:
     return {key: str(folder / name) for key, name in entries.items()}
 
 
-# -- names ---------------------------------------------------------------------------------------------------
+def header_of(weight_map: Mapping[str, str]) -> Callable[[str], torch.Tensor]:
+    """A function from keys of the checkpoint to tensors on ``meta`` of the stored shape and dtype."""
 
+    def header(key: str) -> torch.Tensor:
+        with open_file(weight_map[key]) as handle:
+            stored = handle.get_slice(key)
+            return torch.empty(stored.get_shape(), dtype=_DTYPES.get(stored.get_dtype(), torch.float32), device="meta")
 
-class _Names:
-    """The names a checkpoint's tensors have in the model."""
-
-    def __init__(self, names: Iterable[str], prefix: str, model: nn.Module | None) -> None:
-        self.known = set(names)
-        self.prefix = f"{prefix}." if prefix else ""
-        self.renamings, self.converters = _conversions(model)
-
-    def _locate(self, key: str) -> str | None:
-        """The name of ``key``, which may have been saved with the model's head or without it."""
-        if key in self.known:
-            return key
-        if self.prefix and self.prefix + key in self.known:
-            return self.prefix + key
-        bare = key.removeprefix(self.prefix)
-        return bare if bare in self.known else None
-
-    def _renamed(self, key: str) -> str:
-        for renaming in self.renamings:
-            key = renaming.rename_source_key(key)[0]
-        return key
-
-    def of(self, key: str) -> str | None:
-        """The name of the parameter that the tensor ``key`` is, or ``None``."""
-        if self.converted(key) is not None:
-            return None  # its values are not the parameter's, even where its name and its shape are
-        # A new name that the model does not have was not meant for this checkpoint.
-        return self._locate(self._renamed(key)) or self._locate(key)
-
-    def converted(self, key: str) -> str | None:
-        """The name of the parameter that ``key`` is only a part or another form of, or ``None``."""
-        renamed = self._renamed(key)
-        for converter in self.converters:
-            target, pattern = converter.rename_source_key(renamed)
-            if pattern is not None:
-                return self._locate(target)
-        return None
-
-
-def _conversions(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
-    """What transformers does to the names of older checkpoints of this model: (renamings, conversions)."""
-    if model is None or not hasattr(model, "base_model_prefix"):
-        return [], []
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    transforms: list[Any] = list(get_model_conversion_mapping(model))
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    return renamings, [t for t in transforms if isinstance(t, WeightConverter)]
+    return header
 
 
 def match_parameters(
@@ -175,7 +142,7 @@ def match_parameters(
         model: A transformers model, whose renamings of older checkpoints are then applied.
     """
     all_names = {name: list(tied_names.get(name, [name])) for name in params}
-    names = _Names((n for several in all_names.values() for n in several), base_model_prefix, model)
+    names = CheckpointNames((n for several in all_names.values() for n in several), base_model_prefix, model)
     found: dict[str, str] = {}
     for key in sorted(weight_map):
         name = names.of(key)
@@ -197,17 +164,18 @@ def check_checkpoint(
     keys: Mapping[str, str],
     weight_map: Mapping[str, str],
     tied_names: Mapping[str, Sequence[str]] | None = None,
-    base_model_prefix: str = "",
-    model: nn.Module | None = None,
+    conversions: Sequence[Conversion] = (),
 ) -> None:
     """Raise one error with everything that does not fit, from the headers, before any weight is read.
 
     Listed are parameters without a tensor, tensors of another shape, and tensors of a kind of dtype that
-    cannot be converted (quantized weights). ``keys`` is what :func:`match_parameters` gave; the other
-    arguments are the same. Tied parameters that are in the checkpoint under several names must have the same
+    cannot be converted (quantized weights). ``keys`` is what :func:`match_parameters` gave, ``conversions``
+    what :func:`~paraxis.weights.convert.find_conversions` gave; the other arguments are the same. Tied parameters that are in the checkpoint under several names must have the same
     values there.
     """
-    problems = _missing([name for name in params if name not in keys], weight_map, base_model_prefix, model)
+    converted = {name for conversion in conversions for name in conversion.targets}
+    problems = [f"{n}: missing in the checkpoint" for n in params if n not in keys and n not in converted]
+    problems += [problem for conversion in conversions for problem in conversion.problems(params)]
     by_file: dict[str, list[str]] = {}
     for name, key in keys.items():
         by_file.setdefault(weight_map[key], []).append(name)
@@ -224,26 +192,6 @@ def check_checkpoint(
     if problems:
         lines = "\n".join(f"  - {problem}" for problem in problems)
         raise CheckpointError(f"the checkpoint does not fit the model:\n{lines}")
-
-
-def _missing(missing: list[str], weight_map: Mapping[str, str], prefix: str, model: nn.Module | None) -> list[str]:
-    """A line for each parameter without a tensor; those that are stored in another form say so."""
-    if not missing:
-        return []
-    names = _Names(missing, prefix, model)
-    forms: dict[str, list[str]] = {}
-    for key in sorted(weight_map) if names.converters else ():
-        name = names.converted(key)
-        if name is not None:
-            forms.setdefault(name, []).append(key)
-    lines = []
-    for name in missing:
-        if name in forms:
-            stored = f"stored in another form, as {len(forms[name])} tensors such as {forms[name][0]!r}"
-            lines.append(f"{name}: {stored}; load it with transformers and save it with `save_original_format=False`")
-        else:
-            lines.append(f"{name}: missing in the checkpoint")
-    return lines
 
 
 def _mismatch(name: str, key: str, param: torch.Tensor, stored: Any) -> list[str]:

@@ -15,9 +15,10 @@ from transformers.core_model_loading import Transpose, WeightConverter
 from weights.tiny_models import save, tiny_config, tiny_model
 
 from paraxis.meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
-from paraxis.weights import weight_map as weight_map_module
+from paraxis.weights import names as names_module
+from paraxis.weights.convert import Conversion, find_conversions
 from paraxis.weights.errors import CheckpointError
-from paraxis.weights.weight_map import check_checkpoint, collect_weight_map, match_parameters
+from paraxis.weights.weight_map import check_checkpoint, collect_weight_map, header_of, match_parameters, open_file
 
 
 def empty(name: str, **overrides: Any) -> Any:
@@ -107,7 +108,7 @@ def test_exact_names(tmp_path: Path, name: str) -> None:
     model = empty(name)
     params, keys = matched(model, weight_map)
     assert keys == {name: name for name in params}
-    check_checkpoint(params, keys, weight_map, tied_names(model), model.base_model_prefix, model)
+    check_checkpoint(params, keys, weight_map, tied_names(model))
 
 
 @pytest.mark.parametrize("saved", ["model.embed_tokens.weight", "lm_head.weight"])
@@ -175,7 +176,7 @@ def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:
     model = empty("LlamaForCausalLM")
     params, keys = matched(model, weight_map)
     with pytest.raises(CheckpointError) as error:
-        check_checkpoint(params, keys, weight_map, tied_names(model), model.base_model_prefix, model)
+        check_checkpoint(params, keys, weight_map, tied_names(model))
     lines = str(error.value).splitlines()[1:]
     assert sorted(lines) == [
         "  - lm_head.weight: shape (90, 32) in the checkpoint, (96, 32) in the model",
@@ -223,22 +224,54 @@ def test_tied_parameters_with_two_values(tmp_path: Path, equal: bool) -> None:
             check_checkpoint(params, keys, weight_map, tied_names(model))
 
 
+def converted(model: Any, weight_map: dict[str, str]) -> list[Conversion]:
+    params = dict(model.named_parameters())
+    return find_conversions(params, tied_names(model), header_of(weight_map), weight_map, model.base_model_prefix, model)
+
+
 def test_values_in_another_form_under_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A square weight that is stored transposed fits by name and by shape, and is still not the weight."""
-    weight_map = collect_weight_map(save(tiny_model("LlamaForCausalLM"), tmp_path))
+    source = tiny_model("LlamaForCausalLM")
+    weight_map = collect_weight_map(save(source, tmp_path))
     turned = WeightConverter("self_attn.q_proj.weight", "self_attn.q_proj.weight", operations=[Transpose(0, 1)])
-    monkeypatch.setattr(weight_map_module, "_conversions", lambda model: ([], [turned]))
+    monkeypatch.setattr(names_module, "transforms", lambda model: ([], [turned]))
     model = empty("LlamaForCausalLM")
     params, keys = matched(model, weight_map)
     assert len(keys) == len(params) - 2
-    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.q_proj\.weight: stored in another form"):
-        check_checkpoint(params, keys, weight_map, {}, model.base_model_prefix, model)
+    conversions = converted(model, weight_map)
+    check_checkpoint(params, keys, weight_map, {}, conversions)
+    values = [conversion.run(read_whole(weight_map)) for conversion in conversions]
+    assert len(values) == 2
+    name = "model.layers.1.self_attn.q_proj.weight"
+    assert torch.equal(next(v[name] for v in values if name in v), dict(source.named_parameters())[name].T)
 
 
-def test_weights_in_another_form_say_so(tmp_path: Path) -> None:
+def test_experts_saved_one_by_one(tmp_path: Path) -> None:
     """transformers saves each expert by itself, and the model has them in one tensor."""
-    weight_map = collect_weight_map(save(tiny_model("MixtralForCausalLM"), tmp_path))
+    source = tiny_model("MixtralForCausalLM")
+    weight_map = collect_weight_map(save(source, tmp_path))
     model = empty("MixtralForCausalLM")
     params, keys = matched(model, weight_map)
-    with pytest.raises(CheckpointError, match=r"gate_up_proj: stored in another form, as 8 tensors such as"):
-        check_checkpoint(params, keys, weight_map, tied_names(model), model.base_model_prefix, model)
+    conversions = converted(model, weight_map)
+    check_checkpoint(params, keys, weight_map, tied_names(model), conversions)
+    expected = dict(source.named_parameters())
+    values = {n: v for c in conversions for n, v in c.run(read_whole(weight_map)).items()}
+    assert set(values) == set(params) - set(keys)
+    assert all(torch.equal(value, expected[name]) for name, value in values.items())
+
+
+def test_a_conversion_that_does_not_fit(tmp_path: Path) -> None:
+    """Found from the headers: one expert of another width, and one that is not there."""
+    weight_map = collect_weight_map(save(tiny_model("MixtralForCausalLM"), tmp_path))
+    model = empty("MixtralForCausalLM", num_local_experts=2)
+    params, keys = matched(model, weight_map)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj: stored in another form, as 8 tensors such as .* shape"):
+        check_checkpoint(params, keys, weight_map, tied_names(model), converted(model, weight_map))
+
+
+def read_whole(weight_map: dict[str, str]) -> Any:
+    def read(key: str) -> torch.Tensor:
+        with open_file(weight_map[key]) as handle:
+            return handle.get_tensor(key)
+
+    return read

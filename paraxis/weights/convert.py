@@ -1,0 +1,119 @@
+"""Parameters that a checkpoint stores in another form: one tensor per expert, packed, split or transposed.
+
+transformers knows how to convert each of them and does it here too; what is ours is to know from the headers alone
+which parameters come of it and whether they fit, and to do one conversion at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from .names import CheckpointNames
+
+Read = Callable[[str], torch.Tensor]
+
+
+@dataclass(eq=False)
+class Conversion:
+    """Tensors of the checkpoint that become one or several parameters.
+
+    Attributes:
+        first: The first parameter that comes of it.
+        converter: transformers' recipe.
+        model: The model it is for.
+        locate: From the names that the recipe gives to those of the parameters.
+        sources: The keys of the checkpoint, by the recipe's patterns, in order.
+        targets: The parameters and the shapes they get, or nothing if the recipe fails on these tensors.
+        error: Why it fails.
+    """
+
+    first: str
+    converter: Any
+    model: nn.Module
+    locate: Callable[[str], str | None]
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    targets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys of the checkpoint that are read for it."""
+        return [key for several in self.sources.values() for key in several]
+
+    def run(self, read: Read) -> dict[str, torch.Tensor]:
+        """The parameters, whole, from the tensors that ``read`` gives for keys of the checkpoint."""
+        converter = deepcopy(self.converter)
+        for pattern, keys in self.sources.items():
+            for key in keys:
+                converter.add_tensor(self.first, key, pattern, lambda key=key: read(key))
+        results = converter.convert(self.first, model=self.model, config=getattr(self.model, "config", None))
+        whole = {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+        return {located: value for name, value in whole.items() if (located := self.locate(name)) is not None}
+
+    def problems(self, params: Mapping[str, torch.Tensor]) -> list[str]:
+        """A line for each parameter that it does not fit."""
+        stored = f"stored in another form, as {len(self.keys)} tensors such as {self.keys[0]!r}"
+        if self.error:
+            return [f"{self.first}: {stored}, which transformers cannot convert ({self.error})"]
+        return [
+            f"{name}: {stored}; converted it has shape {shape}, in the model {tuple(params[name].shape)}"
+            for name, shape in self.targets.items()
+            if name in params and tuple(params[name].shape) != shape
+        ]
+
+
+def find_conversions(
+    params: Mapping[str, torch.Tensor],
+    tied_names: Mapping[str, Sequence[str]],
+    shapes: Callable[[str], torch.Tensor],
+    weight_map: Mapping[str, str],
+    base_model_prefix: str = "",
+    model: nn.Module | None = None,
+) -> list[Conversion]:
+    """The conversions that this checkpoint needs for these parameters.
+
+    Args:
+        params: Parameters by their first names.
+        tied_names: All names of those that have several, by first name.
+        shapes: Gives, for a key of the checkpoint, a tensor on ``meta`` of its shape and dtype.
+        weight_map: The keys of the checkpoint, with their files.
+        base_model_prefix: Name of the model inside the model with a head; keys may have it or lack it.
+        model: A transformers model, whose conversions are meant.
+    """
+    first_name = {other: first for first, several in tied_names.items() for other in several}
+    names = CheckpointNames({*params, *first_name}, base_model_prefix, model)
+    if not names.converters:
+        return []
+    assert model is not None
+
+    def locate(name: str) -> str | None:
+        located = names.locate(name)
+        return first_name.get(located, located) if located is not None else None
+
+    found: dict[str, Conversion] = {}
+    for key in sorted(weight_map, key=_natural):
+        match = names.converted(key)
+        if match is None:
+            continue
+        name, converter, pattern = match
+        conversion = found.setdefault(name, Conversion(name, converter, model, locate))
+        conversion.sources.setdefault(pattern, []).append(key)
+    for conversion in found.values():
+        try:
+            whole = conversion.run(shapes)
+            conversion.targets = {name: tuple(value.shape) for name, value in whole.items()}
+        except Exception as error:
+            conversion.error = f"{type(error).__name__}: {error}"
+            conversion.targets = {conversion.first: ()}
+    return list(found.values())
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    """Sorts expert 2 before expert 10: the order in which a recipe stacks them."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in key.split(".")]

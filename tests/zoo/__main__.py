@@ -1,0 +1,115 @@
+"""``python -m zoo``: parallelize every model of the zoo, compare with the unsharded one, write the table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ranks import RankPool
+from zoo.cases import causal_types, find
+from zoo.check import check
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="names of models, separated by commas")
+    parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
+    parser.add_argument("--state", type=Path, default=Path("build/zoo.jsonl"), help="results so far; delete to start anew")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per model")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time, each on ranks of its own")
+    parser.add_argument("--device", default="cpu", help="where the ranks run")
+    options = parser.parse_args()
+    names = options.only.split(",") if options.only else causal_types()
+    worlds = [int(world) for world in options.tp.split(",")]
+    options.state.parent.mkdir(parents=True, exist_ok=True)
+    done = read(options.state)
+    for world in worlds:
+        waiting = [name for name in names if (name, world) not in done or options.only]
+        turns = iter(waiting)
+        lock = threading.Lock()
+
+        def serve(world: int = world, turns: Any = turns, lock: Any = lock) -> None:
+            pool = RankPool(world)
+            try:
+                while True:
+                    with lock:
+                        name = next(turns, None)
+                    if name is None:
+                        return
+                    record = run(name, world, pool, options)
+                    with lock:
+                        done[name, world] = record
+                        with options.state.open("a") as file:
+                            file.write(json.dumps(record) + "\n")
+                        print(line(record), flush=True)
+            finally:
+                pool.close()
+
+        workers = [threading.Thread(target=serve) for _ in range(min(options.jobs, max(len(waiting), 1)))]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    return 1 if any(r["status"] in ("wrong", "failed") for r in done.values()) else 0
+
+
+def read(state: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    if not state.exists():
+        return {}
+    records = [json.loads(text) for text in state.read_text().splitlines()]
+    return {(record["name"], record["world"]): record for record in records}
+
+
+_building = threading.Lock()  # models draw their weights from the one global generator
+
+
+def run(name: str, world: int, pool: RankPool, options: Any) -> dict[str, Any]:
+    """Build, save, parallelize and compare one model."""
+    started = time.monotonic()
+    record: dict[str, Any] = {"name": name, "world": world}
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        try:
+            with _building:
+                case = find(name)
+                model = case.make()
+                model(**case.inputs(model))
+                if case.kind != "module":
+                    model.save_pretrained(folder)
+        except Exception as error:
+            return {**record, "status": "not built", "error": short(error), "seconds": time.monotonic() - started}
+        try:
+            source = None if case.kind == "module" else folder
+            results = pool.run(check, name, source, options.device, timeout=options.timeout)
+        except Exception as error:
+            return {**record, "status": "failed", "error": short(error), "seconds": time.monotonic() - started}
+    record |= results[0]
+    record["outputs"] = max(r["outputs"] for r in results)
+    record["gradients"] = max(r["gradients"] for r in results)
+    right = all(
+        r["outputs"] < 1e-4 and r["loss"] < 1e-5 and r["gradients"] < 1e-3 and r.get("tokens", True) for r in results
+    )
+    return {**record, "status": "ok" if right else "wrong", "seconds": time.monotonic() - started}
+
+
+def short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:6000]
+
+
+def line(record: dict[str, Any]) -> str:
+    head = f"{record['name']:28} tp={record['world']} {record['status']:9} {record['seconds']:5.1f}s"
+    if "error" in record:
+        return f"{head} {record['error'].splitlines()[0][:150]}"
+    numbers = f"out {record['outputs']:.0e} grad {record['gradients']:.0e} tokens {record.get('tokens', '-')}"
+    return f"{head} {record['fraction']:.2f} {numbers} {record['collectives']} whole {len(record['whole'])}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

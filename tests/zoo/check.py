@@ -1,0 +1,117 @@
+"""Comparing one model of the zoo with the unsharded one, on a rank."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models.compare import context, gradient_errors
+from zoo.cases import Case, find
+
+NEW_TOKENS = 5
+
+
+def check(name: str, folder: str | None, device: str = "cpu") -> dict[str, Any]:
+    """What differs, what is sharded, what was communicated. `folder` holds the checkpoint of a transformers model."""
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    case, started = find(name), time.monotonic()
+    model, unsharded, ctx = pair(case, folder, device)
+    planned = time.monotonic() - started
+    inputs = {key: value.to(device) for key, value in case.inputs(unsharded).items()}
+    found, right = run(model, inputs), run(unsharded, inputs)
+    result: dict[str, Any] = {"outputs": differences(found, right), "loss": 0.0}
+    if "loss" in right:
+        result["loss"] = float((found["loss"] - right["loss"]).abs() / right["loss"].abs().clamp(min=1.0))
+    objective(found).backward()
+    objective(right).backward()
+    errors = gradient_errors(model, unsharded)
+    result["gradients"] = max(errors.values(), default=0.0)
+    result["worst"] = sorted(errors, key=lambda n: -errors[n])[:3]
+    result |= sharding(ctx, model)
+    if case.generates and can_generate(unsharded):
+        ids = inputs["input_ids"]
+        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        expected = unsharded.generate(ids, **options)
+        result["tokens"] = bool(torch.equal(model.generate(ids, **options), expected))
+    return {**result, "planned": planned, "seconds": time.monotonic() - started}
+
+
+def pair(case: Case, folder: str | None, device: str) -> tuple[Any, Any, Any]:
+    """(parallel model, unsharded model, context)"""
+    from paraxis import parallelize_model
+
+    ctx = context(device=device)
+    if folder is None:
+        unsharded = case.make().to(device)
+        model = parallelize_model(case.make(), ctx, example_inputs=case.inputs(unsharded), show_progress=False)
+        return model, unsharded, ctx
+    model = parallelize_model(folder, ctx, show_progress=False)
+    return model.eval(), type(model).from_pretrained(folder).to(device).eval(), ctx
+
+
+def run(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every floating-point tensor that the model returns, by name."""
+    output = model(**inputs)
+    named: dict[str, torch.Tensor] = {}
+
+    def add(name: str, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.is_floating_point():
+                named[name] = value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                add(f"{name}.{key}" if name else str(key), inner)
+        elif isinstance(value, (tuple, list)):
+            for index, inner in enumerate(value):
+                add(f"{name}.{index}", inner)
+
+    add("", output if isinstance(output, dict) else {"output": output})
+    return {name: value for name, value in named.items() if "past_key_values" not in name}
+
+
+def differences(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    """The largest difference of an output, relative to its size where that is above 1."""
+    if set(found) != set(right):
+        raise AssertionError(f"outputs {sorted(found)} instead of {sorted(right)}")
+    worst = 0.0
+    for name, expected in right.items():
+        difference = (found[name] - expected).abs().max() if expected.numel() else torch.zeros(())
+        worst = max(worst, float(difference) if bool(difference.isfinite()) else float("inf"))
+    return worst
+
+
+def objective(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    """What is differentiated: the loss, or a weighted sum of all outputs."""
+    if "loss" in outputs:
+        return outputs["loss"]
+    generator = torch.Generator().manual_seed(3)
+    total: Any = 0.0
+    for name in sorted(outputs):
+        value = outputs[name]
+        if value.requires_grad:
+            total = total + (value * torch.randn(value.shape, generator=generator).to(value.device)).sum() / value.numel() ** 0.5
+    return total
+
+
+def can_generate(model: Any) -> bool:
+    return hasattr(model, "can_generate") and model.can_generate()
+
+
+def sharding(ctx: Any, model: Any) -> dict[str, Any]:
+    plan = ctx.plan
+    numel = {name: p.numel() for name, p in model.named_parameters()}
+    whole = sorted(plan.replicated, key=lambda item: -numel.get(item[0], 0))
+    return {
+        "fraction": plan.sharded_fraction,
+        "collectives": plan.count(),
+        "whole": [(name, reason) for name, reason in whole if len(plan.parameters[name].global_shape) > 1][:12],
+        "parameters": sum(numel.values()),
+        "rank": dist.get_rank(),
+    }
