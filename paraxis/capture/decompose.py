@@ -20,7 +20,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..sharded import ShardedTensor
+from .errors import CaptureError
 from .opaque import trace_custom_function
+from .vmapped import find_sections
 
 KEEP = {
     "linear",
@@ -53,9 +55,20 @@ def _table() -> dict[Any, Callable[..., Any]]:
 class _Recorder(Interpreter):
     """Interprets the captured graph, with the metadata of each node at hand while its operators are traced."""
 
+    def __init__(self, graph_module: GraphModule) -> None:
+        super().__init__(graph_module)
+        self._sections = find_sections(graph_module.graph)
+        self._results: dict[Node, Any] = {}
+
     def run_node(self, node: Node) -> Any:
         with fx_traceback.set_current_meta(node):
-            return super().run_node(node)
+            section = self._sections.get(node)
+            if section is None:
+                return super().run_node(node)
+            if node is section.nodes[0]:
+                values = {n: self.env[n] for n in section.inputs()}
+                self._results.update(section.run(self.module, values))  # type: ignore[arg-type]
+            return self._results.get(node)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(target, "_name", "") == "autograd_function_apply":
@@ -90,7 +103,19 @@ def to_aten(graph_module: GraphModule, fake_inputs: list[Any] | None = None) -> 
         else:
             node.meta["origin"] = _origin(node, by_name)
     _match_attributes(graph_module, traced)
+    _check_constants(traced)
     return traced
+
+
+def _check_constants(traced: GraphModule) -> None:
+    """A fake tensor among the constants is a value whose computation was not recorded: running it would be wrong."""
+    for node in traced.graph.nodes:
+        value = getattr(traced, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(value, FakeTensor):
+            raise CaptureError(
+                f"the computation of a tensor {tuple(value.shape)} could not be recorded; it is used by "
+                f"{', '.join(str(user.target) for user in node.users)}. {node.meta.get('stack_trace', '')}"
+            )
 
 
 def _match_attributes(captured: GraphModule, traced: GraphModule) -> None:
@@ -120,10 +145,15 @@ def _inner(value: Any) -> Any:
 
 
 def _plain(value: Any, mode: FakeTensorMode) -> Any:
-    """Analysis sees global shapes only: a sharded tensor becomes a plain fake one."""
+    """Analysis sees global shapes only: a sharded tensor becomes a plain fake one.
+
+    None of them requires gradients: the operators are the same, and some transforms (``vmap``) lose track of tensors
+    that do. The graph is differentiated when it runs.
+    """
     if isinstance(value, ShardedTensor):
         with mode:
-            return torch.empty(value.shape, dtype=value.dtype, device=value.device, requires_grad=value.requires_grad)
-    if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-        return mode.from_tensor(value)
+            return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+    if isinstance(value, torch.Tensor):
+        fake = value if isinstance(value, FakeTensor) else mode.from_tensor(value)
+        return fake.detach() if fake.requires_grad else fake
     return value

@@ -13,11 +13,8 @@ import torch._dynamo as dynamo
 from torch import nn
 from torch.fx import GraphModule
 
+from .errors import CaptureError
 from .whole import mark_whole
-
-
-class CaptureError(RuntimeError):
-    """The model cannot be captured as one graph."""
 
 
 class _Captured(Exception):

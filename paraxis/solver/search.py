@@ -10,9 +10,10 @@ this state's placements would cost no more. That keeps the result optimal under 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 from ..placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Replicate, Shard
@@ -21,8 +22,9 @@ from .cost import CostModel, nbytes
 from .program import Program, Step, Value
 from .structure import Candidates
 
-MAX_STATES = 4096
-ANCHORS = 32
+MAX_STATES = 256
+"""More states than this are not followed up, and the solution is then not called optimal."""
+ANCHORS = 8
 """How many of the best states others are compared with."""
 
 
@@ -55,7 +57,11 @@ class _Choice:
 
 
 Link = tuple[Any, Any]
-State = tuple[Given, ...]
+State = tuple[int, ...]
+"""Placements of the live tensors, by number."""
+States = dict[State, tuple[float, "Link | None"]]
+"""The cheapest way into each state."""
+_FIXED = 1 << 30  # marks, as a negative position, a placement that does not depend on the state
 
 
 class _Search:
@@ -65,11 +71,13 @@ class _Search:
         self.sizes: dict[Value, int] = {}
         self.optimal = True
         self._splittable: dict[Value, bool] = {}
+        self._names: dict[Given, int] = {}
+        self._placements: list[Given] = []
 
     def run(self) -> Solution:
         last = {v: i for i, step in enumerate(self.program.steps) for v in step.inputs}
         live: list[Value] = []
-        states: dict[State, tuple[float, Link | None]] = {(): (0.0, None)}
+        states: States = {(): (0.0, None)}
         for i, step in enumerate(self.program.steps):
             for v, t in zip(step.inputs, step.call.inputs if step.call else (), strict=False):
                 self.sizes.setdefault(v, nbytes(t))
@@ -78,41 +86,52 @@ class _Search:
         cost, link = min(states.values(), key=lambda s: s[0])
         return self._read_back(cost, link)
 
+    def _name(self, placement: Given) -> int:
+        """A number for a placement: states are compared and hashed all the time."""
+        number = self._names.get(placement)
+        if number is None:
+            number = self._names[placement] = len(self._placements)
+            self._placements.append(placement)
+        return number
+
     # -- one step ----------------------------------------------------------------------------------------------
 
     def _advance(
-        self,
-        i: int,
-        step: Step,
-        live: list[Value],
-        states: dict[State, tuple[float, Link | None]],
-        last: dict[Value, int],
-    ) -> tuple[list[Value], dict[State, tuple[float, Link | None]]]:
+        self, i: int, step: Step, live: list[Value], states: States, last: dict[Value, int]
+    ) -> tuple[list[Value], States]:
         where = {v: k for k, v in enumerate(live)}
-        after = [v for v in live if last.get(v, -1) > i]
-        entering = [v for v in dict.fromkeys(step.inputs) if v not in where and last[v] > i]
-        made = [v for v in step.outputs if last.get(v, -1) > i]
+        inputs = set(step.inputs)
+        untouched = [v for v in live if v not in inputs and last.get(v, -1) > i]
+        touched = [v for v in dict.fromkeys(step.inputs) if last[v] > i]
+        made = [k for k, v in enumerate(step.outputs) if last.get(v, -1) > i]
         if step.call is not None:
             for v, t in zip(step.outputs, step.call.outputs, strict=True):
                 self.sizes[v] = nbytes(t)
-        choices: dict[tuple[Given, ...], list[_Choice]] = {}
-        result: dict[State, tuple[float, Link | None]] = {}
+        kept = [where[v] for v in untouched]
+        taken = [where[v] if v in where else self._name(self._initial(v)) - _FIXED for v in step.inputs]
+        moves: dict[State, list[tuple[State, float, _Choice]]] = {}
+        result: States = {}
         for state, (cost, link) in states.items():
-            given = tuple(state[where[v]] if v in where else self._initial(v) for v in step.inputs)
-            if given not in choices:
-                choices[given] = list(self._choices(step, given))
-            for choice in choices[given]:
-                moved = dict(zip(step.inputs, choice.after, strict=True))
-                outputs = dict(zip(step.outputs, choice.strategy.outputs, strict=False))
-                key = (
-                    *(moved[v] if v in moved else state[where[v]] for v in after),
-                    *(moved[v] for v in entering),
-                    *(outputs[v] for v in made),
-                )
-                total = cost + choice.cost
-                if key not in result or total < result[key][0]:
+            given = tuple(state[k] if k >= 0 else k + _FIXED for k in taken)
+            if given not in moves:
+                moves[given] = [
+                    (self._tail(step, choice, touched, made), choice.cost, choice)
+                    for choice in self._choices(step, tuple(self._placements[k] for k in given))
+                ]
+            head = tuple(state[k] for k in kept)
+            for tail, price, choice in moves[given]:
+                key, total = head + tail, cost + price
+                known = result.get(key)
+                if known is None or total < known[0]:
                     result[key] = (total, (link, (step, choice)))
-        return [*after, *entering, *made], result
+        return [*untouched, *touched, *(step.outputs[k] for k in made)], result
+
+    def _tail(self, step: Step, choice: _Choice, touched: list[Value], made: list[int]) -> State:
+        """The part of the next state that this step decides."""
+        moved = dict(zip(step.inputs, choice.after, strict=True))
+        return tuple(
+            self._name(p) for p in (*(moved[v] for v in touched), *(choice.strategy.outputs[k] for k in made))
+        )
 
     def _initial(self, value: Value) -> Given:
         if value in self.program.placements:
@@ -191,27 +210,71 @@ class _Search:
 
     # -- pruning -----------------------------------------------------------------------------------------------
 
-    def _prune(
-        self, live: list[Value], states: dict[State, tuple[float, Link | None]]
-    ) -> dict[State, tuple[float, Link | None]]:
+    def _prune(self, live: list[Value], states: States) -> States:
         if len(states) < 2:
             return states
         ranked = sorted(states.items(), key=lambda item: item[1][0])
-        kept = ranked[:1]
-        for state, (cost, link) in ranked[1:]:
-            if not any(self._reaches(live, anchor, floor, state, cost) for anchor, (floor, _) in kept[:ANCHORS]):
+        own = [k for k, v in enumerate(live) if v in self.program.parameters and v not in self.program.placements]
+        alike = self._neighbours(live, states) if len(states) > ANCHORS else []
+        kept: list[tuple[State, tuple[float, Link | None]]] = []
+        best: dict[State, list[State]] = {}  # by the places of parameters, which are part of the plan
+        for state, (cost, link) in ranked:
+            anchors = best.setdefault(tuple(state[k] for k in own), [])
+            near = (other for group, k in alike for other in group[state[:k] + state[k + 1 :]] if other is not state)
+            if not any(
+                states[anchor][0] <= cost and self._reaches(live, anchor, states[anchor][0], state, cost)
+                for anchor in chain(anchors, near)
+            ):
                 kept.append((state, (cost, link)))
+                if len(anchors) < ANCHORS:
+                    anchors.append(state)
         if len(kept) > MAX_STATES:
             self.optimal = False
-            kept = kept[:MAX_STATES]
+            kept = self._beam(live, kept)
         return dict(kept)
+
+    def _neighbours(self, live: list[Value], states: States) -> list[tuple[dict[State, list[State]], int]]:
+        """For every position of the frontier, the states that differ there alone. A parameter's place is its own."""
+        groups = []
+        for k, value in enumerate(live):
+            if value in self.program.parameters and value not in self.program.placements:
+                continue
+            if len({state[k] for state in states}) > 1:
+                group: dict[State, list[State]] = {}
+                for state in states:
+                    group.setdefault(state[:k] + state[k + 1 :], []).append(state)
+                groups.append((group, k))
+        return groups
+
+    def _beam(
+        self, live: list[Value], ranked: list[tuple[State, tuple[float, Link | None]]]
+    ) -> list[tuple[State, tuple[float, Link | None]]]:
+        """The most promising states: the cheapest so far, and the cheapest if all had to be made whole now."""
+        debts: dict[tuple[int, int], float] = {}
+
+        def settled_cost(item: tuple[State, tuple[float, Link | None]]) -> float:
+            state, (cost, _) = item
+            for value, number in zip(live, state, strict=True):
+                size = self.sizes.get(value, 0)
+                if (number, size) not in debts:
+                    placement = self._placements[number]
+                    known = isinstance(placement, (Replicate, Partial, Shard))
+                    debts[number, size] = self.model.move(placement, REPLICATE, size) if known else 0.0  # type: ignore[arg-type]
+                if value not in self.program.parameters:
+                    cost += debts[number, size]
+            return cost
+
+        half = MAX_STATES // 2
+        first, rest = ranked[:half], ranked[half:]
+        return first + sorted(rest, key=settled_cost)[:half]
 
     def _reaches(self, live: list[Value], anchor: State, floor: float, state: State, cost: float) -> bool:
         """Whether moving the anchor's tensors into the placements of ``state`` costs no more than ``state`` does."""
         bridge = floor
-        for value, a, b in zip(live, anchor, state, strict=True):
-            if a is b or a == b:
+        for value, x, y in zip(live, anchor, state, strict=True):
+            if x == y:
                 continue
+            a, b = self._placements[x], self._placements[y]
             if value in self.program.parameters and value not in self.program.placements:
                 return False  # where a parameter lives is part of the plan
             if isinstance(b, Partial) or (isinstance(b, Shard) and b.layouts):
@@ -265,7 +328,13 @@ def search(
 ) -> tuple[Solution, Candidates]:
     """The cheapest solution of a program, and the candidates it was chosen from."""
     candidates = Candidates(program, uneven)
-    return _Search(program, candidates, model, keep_sharded).run(), candidates
+    collecting = gc.isenabled()
+    gc.disable()  # millions of small tuples, none of them garbage: collecting would go through them again and again
+    try:
+        return _Search(program, candidates, model, keep_sharded).run(), candidates
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def on_one_rank(solution: Solution) -> Solution:

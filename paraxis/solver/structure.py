@@ -198,10 +198,14 @@ def layout_of(structure: Structure, world: int, uneven: bool = False) -> Layout 
     """The layout of a structure: every segment split by itself, a segment of few units on several ranks each."""
     parts = []
     for size, unit in structure:
+        if size == 0:
+            continue
         count = size // unit
         if count % world and world % count and not (uneven and count > world):
             return Indivisible(sum(n for n, _ in structure), count, unit)
         parts.append((size, Layout.even(size, world, unit)))
+    if not parts:
+        return None
     layout = Layout.concat(parts)
     return None if layout.is_full else layout
 

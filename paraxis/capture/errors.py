@@ -1,0 +1,5 @@
+"""What goes wrong while a model is captured."""
+
+
+class CaptureError(RuntimeError):
+    """The model cannot be captured as one graph."""
