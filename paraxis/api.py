@@ -13,18 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from .behaviour import dress
-from .capture import capture
-from .compile import compiled_call, run_pipeline
+from .capture import GraphBreak, capture
+from .compile import CompiledCall, plan_in_pieces, run_pipeline
 from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
 from .inputs import example_call
 from .meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
+from .passes.replace import finish_plan
 from .sharded import ShardedTensor
 from .weights.agree import exchange, together
 from .weights.convert import find_conversions
 from .weights.errors import CheckpointError
 from .weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
 from .weights.load import load_buffers
-from .weights.materialize import checksums
+from .weights.materialize import checksums, materialize_parameters
 from .weights.weight_map import check_checkpoint, collect_weight_map, header_of, match_parameters
 
 
@@ -85,10 +86,11 @@ def parallelize_model(
         with together(parallel_ctx.tp_group, "checking the checkpoint"):
             _map_weights(parallelized, folder, parallel_ctx)
     _check_same_weights(parallel_ctx)
-    _plan(parallelized, parallel_ctx, config, examples)
+    call = CompiledCall(parallelized, parallel_ctx, config)
+    _plan(call, parallel_ctx, config, examples)
     if hasattr(parallelized, "generation_config") and folder is not None:
         _load_generation_config(parallelized, folder)
-    parallelized._compiled_call_impl = compiled_call(parallelized, parallel_ctx, config)  # type: ignore[assignment]
+    parallelized._compiled_call_impl = call  # type: ignore[assignment]
     dress(parallelized, parallel_ctx)
     return parallelized
 
@@ -172,16 +174,32 @@ def _check_same_weights(ctx: ParallelExecutionCtx) -> None:
             )
 
 
-def _plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> None:
-    """Capture the model once, solve the plan and load the weights."""
-    args, kwargs = example_call(model, examples, ctx.current_device)
-    with together(ctx.tp_group, "capturing the model", config.sync_timeout):
-        graphs: list[tuple[Any, Any]] = []
+def _plan(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> None:
+    """Capture the model once, solve the plan and load the weights.
+
+    A model that cannot be captured as one graph is planned by running it: each of its graphs is solved, and its
+    parameters are loaded, when it is met.
+    """
+    args, kwargs = example_call(call.module, examples, ctx.current_device)
+    graphs: list[tuple[Any, Any]] = []
+    obstacle = None
+    with together(ctx.tp_group, "capturing the model", config.sync_timeout), torch.no_grad():
+        try:
+            capture(call.module, args, kwargs, lambda graph, inputs: graphs.append((graph, inputs)))
+        except GraphBreak as error:
+            obstacle = str(error)
+    obstacles = exchange(ctx.tp_group, obstacle, "capturing the model", config.sync_timeout)
+    ctx.planning = True
+    try:
         with torch.no_grad():
-            capture(model, args, kwargs, lambda graph, inputs: graphs.append((graph, inputs)))
-    graph_module, inputs = graphs[0]
-    with torch.no_grad():
-        run_pipeline(graph_module, inputs, ctx, config)
+            if any(obstacles):
+                plan_in_pieces(call, args, kwargs, ctx, next(filter(None, obstacles)))
+            else:
+                run_pipeline(*graphs[0], ctx, config)
+    finally:
+        ctx.planning = False
+    finish_plan(ctx)
+    materialize_parameters(ctx, config)
 
 
 def _load_generation_config(model: nn.Module, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,11 +13,15 @@ import torch._dynamo as dynamo
 from torch import nn
 from torch.fx import GraphModule
 
-from .capture.trace import CaptureError, describe, fresh_entry, ignore_loggers
+from .capture import GraphBreak
+from .capture.trace import fresh_entry, ignore_loggers, translated
 from .core import Config, ParallelExecutionCtx
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
+from .passes.replace import finish_plan, place_unused
 from .passes.solve import RESULT, Solved
-from .sharded import ShardedTensor
+from .plan import Plan
+from .sharded import ShardedTensor, UnplacedError, shard_gradient
+from .weights import materialize_parameters
 from .weights.agree import exchange, together
 
 RECOMPILE_LIMIT = 64
@@ -58,23 +63,74 @@ def run_pipeline(
     return graph_module
 
 
-def compiled_call(model: nn.Module, ctx: ParallelExecutionCtx, config: Config) -> Callable[..., Any]:
-    """What ``model(...)`` runs from now on."""
-    ignore_loggers()
-    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-    backend = partial(parallelize_backend, ctx=ctx, config=config)
-    compiled = torch.compile(fresh_entry(config.gather_outputs), fullgraph=True, backend=backend)
+class CompiledCall:
+    """What calling a module of a parallel model runs: its compiled graph or, if it is not one, those of its children.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return compiled(model, *args, **kwargs)
-        except dynamo.exc.BackendCompilerFailed as error:
-            inner = error.inner_exception
-            raise inner if isinstance(inner, Exception) else error from None
-        except dynamo.exc.Unsupported as error:
-            raise CaptureError(describe(error, model)) from error
+    A module whose forward cannot be captured as one graph is *opened*: its own forward runs in Python, on whole
+    tensors, and each of its children is compiled by itself, and opened in its turn if need be. That is said, with the
+    line that stood in the way, in ``plan.breaks``.
+    """
 
-    return call
+    def __init__(self, module: nn.Module, ctx: ParallelExecutionCtx, config: Config, name: str = "") -> None:
+        ignore_loggers()
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+        self.module, self.ctx, self.config, self.name = module, ctx, config, name
+        self.opened = False
+        backend = partial(parallelize_backend, ctx=ctx, config=config)
+        self._compiled = torch.compile(fresh_entry(config.gather_outputs), fullgraph=True, backend=backend)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.opened:
+            try:
+                return self._compiled(self.module, *args, **kwargs)
+            except dynamo.exc.TorchDynamoException as error:
+                problem = translated(error, self.module)
+                if not isinstance(problem, GraphBreak):
+                    raise problem from error
+            self.open(str(problem))
+        return self.module._call_impl(*args, **kwargs)
+
+    def open(self, problem: str) -> None:
+        """Run the module's own forward in Python from now on, and compile its children instead."""
+        self.opened = True
+        if self.ctx.plan is None:
+            self.ctx.plan = Plan(self.ctx.world_size)
+        self.ctx.plan.breaks.append(f"{self.name or 'the model'}: {problem}")
+        if self.ctx.rank == 0:
+            logging.getLogger("paraxis").warning("%s. Its parts run as graphs of their own.", problem)
+        if self.ctx.planning:  # its own parameters are read by Python code, which no plan knows
+            place_unused(self.ctx, set(map(id, self.module.parameters(recurse=False))))
+            materialize_parameters(self.ctx, self.config)
+        for parameter in self.module.parameters():
+            if isinstance(parameter, ShardedTensor) and parameter.requires_grad and not parameter._backward_hooks:
+                parameter.register_hook(partial(shard_gradient, parameter))
+        for name, child in _callable_children(self.module, self.name):
+            child._compiled_call_impl = CompiledCall(child, self.ctx, self.config, name)  # type: ignore[assignment]
+
+
+def _callable_children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """The children with a forward of their own; those of a list or dictionary of modules in its place."""
+    found = []
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if type(child).forward is nn.Module.forward or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _callable_children(child, path)
+        elif any(True for _ in child.parameters()):
+            found.append((path, child))
+    return found
+
+
+def plan_in_pieces(
+    call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: ParallelExecutionCtx, obstacle: str
+) -> None:
+    """Plan a model that is not one graph by running it: every graph is solved and loaded when it is met."""
+    call.open(obstacle)
+    try:
+        call(*args, **kwargs)
+    except UnplacedError:  # read by Python code before any graph: place all the rest, and go through it again
+        finish_plan(ctx)
+        materialize_parameters(ctx, call.config)
+        call(*args, **kwargs)
 
 
 # -- agreement of the ranks ----------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ class ParallelExecutionCtx:
         last_optimized_graph_module: The local program of the last compilation.
         compile_times: How many graphs were compiled for execution.
         plan: The solved plan, once there is one.
+        planning: Whether the plan is still being made: graphs that are compiled now add to it.
     """
 
     tp_group: dist.ProcessGroup
@@ -108,6 +109,7 @@ class ParallelExecutionCtx:
     last_optimized_graph_module: GraphModule | None = None
     compile_times: int = 0
     plan: Plan | None = None
+    planning: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.tp_group, DeviceMesh):

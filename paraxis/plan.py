@@ -58,6 +58,10 @@ class Plan:
         collectives: Those of the forward program, in order.
         replicated: What stays whole, with the reason.
         gathered: Operators for which a sharded tensor had to be made whole, with the reason.
+        unplanned: Parameters that the planned forward does not use. They are split too, for memory, wherever their
+            sizes allow it; a later call that uses them is solved with what was chosen here.
+        breaks: Where the model could not be captured as one graph. There it runs as several, with whole tensors
+            between them.
         cost: Seconds under the cost model.
         optimal: Whether the search was exhaustive.
     """
@@ -68,6 +72,8 @@ class Plan:
     collectives: list[CollectivePlan] = field(default_factory=list)
     replicated: list[tuple[str, str]] = field(default_factory=list)
     gathered: list[tuple[str, str]] = field(default_factory=list)
+    unplanned: list[str] = field(default_factory=list)
+    breaks: list[str] = field(default_factory=list)
     cost: float = 0.0
     optimal: bool = True
 
@@ -116,6 +122,8 @@ class Plan:
             "collectives": [{**asdict(c), "shape": list(c.shape)} for c in self.collectives],
             "replicated": [{"name": n, "reason": r} for n, r in self.replicated],
             "gathered": [{"name": n, "reason": r} for n, r in self.gathered],
+            "unplanned": list(self.unplanned),
+            "breaks": list(self.breaks),
             "cost": self.cost,
             "optimal": self.optimal,
         }
@@ -136,6 +144,8 @@ class Plan:
             collectives=[CollectivePlan(**{**c, "shape": tuple(c["shape"])}) for c in data["collectives"]],
             replicated=[(x["name"], x["reason"]) for x in data["replicated"]],
             gathered=[(x["name"], x["reason"]) for x in data["gathered"]],
+            unplanned=list(data.get("unplanned", [])),
+            breaks=list(data.get("breaks", [])),
             cost=data["cost"],
             optimal=data["optimal"],
         )
@@ -186,6 +196,10 @@ class Plan:
         ]
         lines += [f"Whole: {name}: {reason}" for name, reason in _grouped(matrices)]
         lines += [f"Gathered: {name}: {reason}" for name, reason in _grouped(self.gathered)]
+        if self.unplanned:
+            some = ", ".join(dict.fromkeys(_pattern(name) for name in self.unplanned[:64]))
+            lines.append(f"Not used by the planned forward, split for memory where possible: {some}")
+        lines += [f"Not one graph: {reason}" for reason in self.breaks]
         return "\n".join(lines)
 
 

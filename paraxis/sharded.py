@@ -45,6 +45,10 @@ class ShardSpec:
         return self
 
 
+class UnplacedError(RuntimeError):
+    """A parameter was used before the plan gave it a place."""
+
+
 class ShardedTensor(torch.Tensor):
     """A tensor of which this process holds a shard. See the module's docstring."""
 
@@ -78,7 +82,7 @@ class ShardedTensor(torch.Tensor):
     def placement(self) -> Placement:
         """Where the elements live."""
         if self._spec.placement is None:
-            raise RuntimeError(f"parameter {getattr(self._spec, 'name', '')!r} has no placement yet: not planned")
+            raise UnplacedError(f"parameter {getattr(self._spec, 'name', '')!r} has no placement yet: not planned")
         return self._spec.placement
 
     def to_local(self) -> torch.Tensor:
@@ -394,3 +398,11 @@ def materialize(tensor: ShardedTensor, local: torch.Tensor) -> None:
     if tuple(local.shape) != expected:
         raise ValueError(f"{getattr(tensor._spec, 'name', 'tensor')}: shard {tuple(local.shape)} is not {expected}")
     tensor._local = local
+
+
+def shard_gradient(parameter: ShardedTensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The gradient of a parameter that was used outside a compiled graph: it comes whole, and is kept sharded."""
+    if isinstance(gradient, ShardedTensor):
+        return gradient
+    placement, group = parameter.placement, parameter._spec.group
+    return wrap(slice_box(gradient, placement, dist.get_rank(group)), placement, parameter.shape, group)

@@ -13,7 +13,7 @@ import torch._dynamo as dynamo
 from torch import nn
 from torch.fx import GraphModule
 
-from .errors import CaptureError
+from .errors import CaptureError, GraphBreak
 from .whole import mark_whole
 
 
@@ -88,7 +88,8 @@ def capture(
     """Capture ``model(*args, **kwargs)`` without running it and hand the graph to ``on_graph``.
 
     Raises:
-        CaptureError: with the line of the model's source where capture stopped.
+        CaptureError: with the line of the model's source where capture stopped; a ``GraphBreak`` if the model could
+            still be run as several graphs.
     """
 
     def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -106,10 +107,17 @@ def capture(
         compiled(model, *args, **kwargs)
     except _Captured:
         return
-    except dynamo.exc.BackendCompilerFailed as error:
-        raise (error.inner_exception if isinstance(error.inner_exception, Exception) else error) from None
-    except (dynamo.exc.TorchDynamoException, dynamo.exc.UserError) as error:
-        raise CaptureError(describe(error, model)) from error
+    except dynamo.exc.TorchDynamoException as error:
+        raise translated(error, model) from error
+
+
+def translated(error: dynamo.exc.TorchDynamoException, model: nn.Module) -> Exception:
+    """Dynamo's error in our terms: what our own passes raised, or a place where the graph breaks, or neither."""
+    if isinstance(error, dynamo.exc.BackendCompilerFailed):
+        return error.inner_exception if isinstance(error.inner_exception, Exception) else error
+    if isinstance(error, (dynamo.exc.Unsupported, dynamo.exc.UserError)):
+        return GraphBreak(describe(error, model))
+    return CaptureError(describe(error, model))
 
 
 def describe(error: BaseException, model: nn.Module) -> str:
@@ -122,8 +130,4 @@ def describe(error: BaseException, model: nn.Module) -> str:
     if frames:
         last = frames[-1]
         where = f' at {last.filename}:{last.lineno} in {last.name}: "{(last.line or "").strip()}"'
-    return (
-        f"{type(model).__name__} cannot be captured as one graph{where}. {reason}. "
-        "Paraxis needs a forward without data-dependent Python control flow; change that line, or capture the model "
-        "in another mode (for example .eval())."
-    )
+    return f"{type(model).__name__} cannot be captured as one graph{where}. {reason}"

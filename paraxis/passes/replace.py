@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule
 
 from ..core import Config, ParallelExecutionCtx
-from ..placement import REPLICATE, Partial, Replicate, Shard, local_shape
+from ..placement import REPLICATE, Layout, Partial, Placement, Replicate, Shard, local_shape
 from ..plan import LayerPlan, Plan
 from ..rules import rule_for
 from ..sharded import ShardedTensor
@@ -34,8 +34,11 @@ class ParallelLayerReplacePass(PassBase):
         self._place_parameters(solved, ctx)
         rewriter = Rewriter(solved, ctx, grad=torch.is_grad_enabled())
         local = rewriter.run()
-        if ctx.plan is None:
-            ctx.plan = make_plan(solved, ctx, rewriter)
+        if ctx.plan is None or ctx.planning:
+            ctx.plan = ctx.plan or Plan(ctx.world_size)
+            extend_plan(ctx.plan, solved, rewriter)
+            if not ctx.planning:
+                finish_plan(ctx)
         return local
 
     def _place_parameters(self, solved: Solved, ctx: ParallelExecutionCtx) -> None:
@@ -53,30 +56,55 @@ class ParallelLayerReplacePass(PassBase):
         for value in ctx.example_inputs or []:
             if isinstance(value, ShardedTensor) and getattr(value._spec, "name", None):
                 ctx.param_cache.setdefault(value._spec.name, value)  # type: ignore[union-attr,arg-type]
-        for value in ctx.param_cache.values():
-            spec = getattr(value, "_spec", None)
-            if spec is not None and spec.placement is None:  # the captured forward does not use it
-                spec.placement, spec.group, spec.is_modified_meta = REPLICATE, ctx.tp_group, True
 
 
-def make_plan(solved: Solved, ctx: ParallelExecutionCtx, rewriter: Rewriter) -> Plan:
-    """Write the solution down in terms of the model; the same on every rank, with the local shapes of the first."""
-    plan = Plan(ctx.world_size, cost=solved.solution.cost, optimal=solved.solution.optimal)
+def extend_plan(plan: Plan, solved: Solved, rewriter: Rewriter) -> None:
+    """Write the solution of a graph down in terms of the model; the same on every rank, with shapes of the first."""
+    plan.cost += solved.solution.cost
+    plan.optimal &= solved.solution.optimal
     used = {p.name: Value(node) for node, p in solved.parameters.items()}
-    shapes = {p.name: p.shape for p in solved.parameters.values()}
-    placements = {p.name: solved.solution.parameters.get(Value(n), REPLICATE) for n, p in solved.parameters.items()}
-    for name, parameter in ctx.param_cache.items():
-        shapes.setdefault(name, tuple(parameter.shape))
-        placements.setdefault(name, REPLICATE)
-    for name, placement in placements.items():
+    for node, parameter in solved.parameters.items():
+        name, shape = parameter.name, parameter.shape
+        if name in plan.parameters:
+            continue  # an earlier graph has placed it
+        placement = solved.solution.parameters.get(Value(node), REPLICATE)
         whole = not isinstance(placement, Shard) or not placement.layouts
-        plan.add_parameter(name, REPLICATE if whole else placement, shapes[name], rank=0)
+        plan.add_parameter(name, REPLICATE if whole else placement, shape, rank=0)
         if whole:
-            plan.replicated.append((name, _reason(name, shapes[name], used, solved)))
-    plan.collectives = rewriter.collectives
-    plan.layers = [_layer_plan(layer, solved) for layer in find_layers(solved)]
-    plan.gathered = _gathered(solved)
-    return plan
+            plan.replicated.append((name, _reason(name, shape, used, solved)))
+    plan.collectives += rewriter.collectives
+    plan.layers += [_layer_plan(layer, solved) for layer in find_layers(solved)]
+    plan.gathered += _gathered(solved)
+
+
+def finish_plan(ctx: ParallelExecutionCtx) -> None:
+    """Place the parameters that no planned graph uses."""
+    place_unused(ctx, set(map(id, ctx.param_cache.values())))
+
+
+def place_unused(ctx: ParallelExecutionCtx, which: set[int]) -> None:
+    """Place those of these parameters (by id) that no graph has placed: split for memory, where sizes allow it."""
+    assert ctx.plan is not None
+    for name, parameter in ctx.param_cache.items():
+        spec = getattr(parameter, "_spec", None)
+        if id(parameter) not in which or spec is None or spec.placement is not None:
+            continue
+        spec.placement = _spread(tuple(parameter.shape), ctx.world_size)
+        spec.group, spec.is_modified_meta = ctx.tp_group, True
+        spec.is_parallel = isinstance(spec.placement, Shard)
+        ctx.plan.add_parameter(name, spec.placement, tuple(parameter.shape), rank=0)
+        ctx.plan.unplanned.append(name)
+        if not spec.is_parallel:
+            ctx.plan.replicated.append((name, "not used by a graph that was planned, and too small to split"))
+
+
+def _spread(shape: tuple[int, ...], world: int) -> Placement:
+    """A matrix split on a dimension that divides, or else on a long one; a vector whole."""
+    if len(shape) < 2 or world == 1:
+        return REPLICATE
+    divisible = [d for d, n in enumerate(shape) if n and n % world == 0]
+    dims = divisible or [d for d, n in enumerate(shape) if n > world]
+    return Shard.of(dims[0], Layout.even(shape[dims[0]], world)) if dims else REPLICATE
 
 
 def _layer_plan(layer: Layer, solved: Solved) -> LayerPlan:
@@ -109,8 +137,6 @@ def _layer_plan(layer: Layer, solved: Solved) -> LayerPlan:
 
 def _reason(name: str, shape: tuple[int, ...], used: dict[str, Value], solved: Solved) -> str:
     """Why a parameter stays whole."""
-    if name not in used:
-        return "not used by the forward that was planned"
     if len(shape) < 2:
         return "a vector, used with whole activations: splitting it saves little and would cost a collective"
     value = used[name]

@@ -85,7 +85,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
 
     def _check_known(self, captured: list[ParameterInput], ctx: ParallelExecutionCtx) -> None:
         """After the first compilation every parameter has been seen; a new one has no place in the plan."""
-        if ctx.plan is None:
+        if ctx.plan is None or ctx.planning:
             return
         unknown = [p for p in captured if p.name not in ctx.param_cache or (p.meta and p.placement is None)]
         unknown += [p for p in captured if p not in unknown and _is_other(p, ctx.param_cache.get(p.name))]

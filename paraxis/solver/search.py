@@ -129,9 +129,7 @@ class _Search:
     def _tail(self, step: Step, choice: _Choice, touched: list[Value], made: list[int]) -> State:
         """The part of the next state that this step decides."""
         moved = dict(zip(step.inputs, choice.after, strict=True))
-        return tuple(
-            self._name(p) for p in (*(moved[v] for v in touched), *(choice.strategy.outputs[k] for k in made))
-        )
+        return tuple(self._name(p) for p in (*(moved[v] for v in touched), *(choice.strategy.outputs[k] for k in made)))
 
     def _initial(self, value: Value) -> Given:
         if value in self.program.placements:

@@ -15,9 +15,11 @@ from .load import load_converted, load_parameters, slice_parameters
 
 
 def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
-    """Load, slice or initialize every parameter of the context that has no storage yet. A collective."""
+    """Load, slice or initialize every parameter that has a place and no storage yet. A collective."""
     pending = {
-        name: p for name, p in ctx.param_cache.items() if isinstance(p, ShardedTensor) and _meta(p).need_initialize
+        name: p
+        for name, p in ctx.param_cache.items()
+        if isinstance(p, ShardedTensor) and _meta(p).need_initialize and _meta(p).placement is not None
     }
     if not pending:
         return

@@ -169,9 +169,9 @@ def check_checkpoint(
     """Raise one error with everything that does not fit, from the headers, before any weight is read.
 
     Listed are parameters without a tensor, tensors of another shape, and tensors of a kind of dtype that
-    cannot be converted (quantized weights). ``keys`` is what :func:`match_parameters` gave, ``conversions``
-    what :func:`~paraxis.weights.convert.find_conversions` gave; the other arguments are the same. Tied parameters that are in the checkpoint under several names must have the same
-    values there.
+    cannot be converted (quantized weights). ``keys`` is what :func:`match_parameters` gave, ``conversions`` what
+    :func:`~paraxis.weights.convert.find_conversions` gave; the other arguments are the same. Tied parameters that are
+    in the checkpoint under several names must have the same values there.
     """
     converted = {name for conversion in conversions for name in conversion.targets}
     problems = [f"{n}: missing in the checkpoint" for n in params if n not in keys and n not in converted]

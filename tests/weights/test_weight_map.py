@@ -226,7 +226,9 @@ def test_tied_parameters_with_two_values(tmp_path: Path, equal: bool) -> None:
 
 def converted(model: Any, weight_map: dict[str, str]) -> list[Conversion]:
     params = dict(model.named_parameters())
-    return find_conversions(params, tied_names(model), header_of(weight_map), weight_map, model.base_model_prefix, model)
+    return find_conversions(
+        params, tied_names(model), header_of(weight_map), weight_map, model.base_model_prefix, model
+    )
 
 
 def test_values_in_another_form_under_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="names of models, separated by commas")
     parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
-    parser.add_argument("--state", type=Path, default=Path("build/zoo.jsonl"), help="results so far; delete to start anew")
+    parser.add_argument(
+        "--state", type=Path, default=Path("build/zoo.jsonl"), help="results so far; delete to start anew"
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per model")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, each on ranks of its own")
     parser.add_argument("--device", default="cpu", help="where the ranks run")

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from zoo.tiny import tiny_config
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from models.compare import context, gradient_errors
+
 from zoo.cases import Case, find
 
 NEW_TOKENS = 5
@@ -96,7 +97,10 @@ def objective(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
     for name in sorted(outputs):
         value = outputs[name]
         if value.requires_grad:
-            total = total + (value * torch.randn(value.shape, generator=generator).to(value.device)).sum() / value.numel() ** 0.5
+            total = (
+                total
+                + (value * torch.randn(value.shape, generator=generator).to(value.device)).sum() / value.numel() ** 0.5
+            )
     return total
 
 

@@ -12,7 +12,9 @@ from zoo.quirks import QUIRKS
 
 LAYERS = 2
 WIDTHS: dict[str, int] = {
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "pronunciation_vocab_size"), 256),
+    **dict.fromkeys(
+        ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "pronunciation_vocab_size"), 256
+    ),
     **dict.fromkeys(("shape_vocab_size", "audio_vocab_size", "encoder_hash_byte_group_vocab", "codebook_size"), 256),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "emb_dim", "embedding_dim", "lru_width"), 64),
     **dict.fromkeys(("embedding_size", "input_embedding_size", "output_embedding_size", "word_embed_proj_dim"), 64),
@@ -27,7 +29,9 @@ WIDTHS: dict[str, int] = {
     **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads", "conf_num_attention_heads"), 8),
     **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_query_groups"), 4),
     **dict.fromkeys(("num_global_key_value_heads", "swa_num_kv_heads"), 4),
-    **dict.fromkeys(("head_dim", "d_kv", "kv_channels", "dim_head", "d_head", "attention_head_size", "swa_head_dim"), 8),
+    **dict.fromkeys(
+        ("head_dim", "d_kv", "kv_channels", "dim_head", "d_head", "attention_head_size", "swa_head_dim"), 8
+    ),
     **dict.fromkeys(("attention_head_dim", "v_head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "swa_v_head_dim"), 8),
     **dict.fromkeys(("global_head_dim", "index_head_dim", "query_pre_attn_scalar"), 8),
     **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "hc_lowrank"), 32),
