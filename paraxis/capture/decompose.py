@@ -43,13 +43,18 @@ KEEP = {
 """Operators that stay whole: one rule each, and torch's own fast kernels and derivatives."""
 
 
+APART = (torch.ops.aten.einsum.default, torch.ops.aten.bilinear.default, torch.ops.aten.tensordot.default)
+"""Composite operators that torch keeps whole before autograd; taken apart, they are products and views with rules."""
+
+
 @lru_cache(maxsize=1)
 def _table() -> dict[Any, Callable[..., Any]]:
-    return {
+    table = {
         op: function
         for op, function in dict(core_aten_decompositions()).items()
         if op._schema.name.removeprefix("aten::").removesuffix("_") not in KEEP
     }
+    return {**table, **{op: op.decompose for op in APART}}
 
 
 class _Recorder(Interpreter):

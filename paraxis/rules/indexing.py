@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import FREE, Call, Given, Strategy, normalize_dim, register
+from .base import FREE, Call, Given, Strategy, is_partial, normalize_dim, register
 
 aten = torch.ops.aten
 
@@ -35,6 +35,8 @@ def embedding(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 def index(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Dimensions of the source that no index touches keep their layouts."""
     placement, indices = given[0], call.args[1]
+    if is_partial(placement):
+        yield Strategy((PARTIAL, *[REPLICATE] * (len(given) - 1)), (PARTIAL,))
     if not isinstance(placement, Shard):
         return
     touched = [d for d, i in enumerate(indices) if i is not None]
@@ -55,6 +57,8 @@ def index(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 def index_select(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Like index, on one dimension."""
     placement, dim = given[0], normalize_dim(call.args[1], call.inputs[0].ndim)
+    if is_partial(placement):
+        yield Strategy((PARTIAL, REPLICATE), (PARTIAL,))
     if isinstance(placement, Shard) and dim not in placement.dims:
         yield Strategy((placement, REPLICATE), (placement,))
 
@@ -64,6 +68,8 @@ def gather(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Both sharded alike on dimensions of the same size that are not gathered along."""
     source, ids = call.inputs
     dim = normalize_dim(call.args[1], source.ndim)
+    if is_partial(given[0]):
+        yield Strategy((PARTIAL, REPLICATE), (PARTIAL,))
     seen: set[Placement] = set()
     for placement in given:
         if not isinstance(placement, Shard) or dim in placement.dims or placement in seen:

@@ -77,6 +77,16 @@ def _without(placement: Given, dim: int, count: int) -> Iterable[Strategy]:
         yield Strategy((placement,), (out,) * count)
 
 
+def stride(call: Call) -> tuple[int, int] | None:
+    """(dimension, step) of a slice that takes every ``step``-th index, all the way: one part of interleaved ones."""
+    dim = normalize_dim(call.arg(1, "dim", 0), call.inputs[0].ndim)
+    size, step = call.inputs[0].shape[dim], call.arg(4, "step", 1)
+    start, stop = call.arg(2, "start", None) or 0, call.arg(3, "end", None)
+    if not all(isinstance(v, int) for v in (size, step, start)) or step < 2 or size % step or not 0 <= start < step:
+        return None
+    return (dim, step) if stop is None or (isinstance(stop, int) and stop >= size) else None
+
+
 def bounds(call: Call) -> tuple[int, int, int] | None:
     """(dimension, start, stop) of a slice with step one and known bounds."""
     dim = normalize_dim(call.arg(1, "dim", 0), call.inputs[0].ndim)
@@ -102,7 +112,11 @@ def slice_(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     if dim not in placement.dims:
         yield Strategy((placement,), (placement,))
         return
-    found = bounds(call)
+    strided, found = stride(call), bounds(call)
+    if strided is not None:
+        part = placement.dims[dim].unscale(strided[1])  # whole groups of interleaved indices
+        if part is not None:
+            yield Strategy((placement,), (Shard.of({**placement.dims, dim: part}),))
     if found is None:
         return
     _, start, stop = found

@@ -39,6 +39,11 @@ class CostModel:
     """Of two equal ways, reduce a sum early: later terms round in every rank, and replicated values are simpler."""
     replication: float = 1e-6
     """Seconds per byte for keeping a parameter whole that could be split."""
+    narrow: float = 1e-10
+    """The same for a matrix that is much longer than wide (a router, a small head): splitting it saves little and puts
+    a collective into the forward, so it is split only where it is large."""
+    aspect: int = 16
+    """From how many times as long as wide a matrix counts as narrow."""
 
     def fraction(self, placement: Placement) -> float:
         """The largest part of the tensor that one rank holds."""
@@ -86,7 +91,11 @@ class CostModel:
     def keep(self, tensor: Tensor, placement: Placement, splittable: bool) -> float:
         """Keep a parameter in this placement."""
         if not isinstance(placement, Shard) or not placement.layouts:
-            return self.replication * nbytes(tensor) if splittable and tensor.ndim > 1 else 0.0
+            if not splittable or tensor.ndim < 2:
+                return 0.0
+            sizes = [hint(n) for n in tensor.shape]
+            narrow = tensor.ndim == 2 and max(sizes) >= self.aspect * min(sizes)
+            return (self.narrow if narrow else self.replication) * nbytes(tensor)
         return self.fraction(placement) * nbytes(tensor) / self.memory
 
 

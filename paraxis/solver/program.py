@@ -69,6 +69,11 @@ class Program:
                 self.steps.append(Step(node, None, values, ()))
             elif node.op == "call_function" and node.target is not operator.getitem:
                 self._add(node)
+        self.weights = set(self.parameters)
+        """Parameters and what is made of parameters alone: views and casts of them."""
+        for step in self.steps:
+            if step.inputs and self.weights.issuperset(step.inputs):
+                self.weights.update(step.outputs)
 
     def _add(self, node: Node) -> None:
         results = node.meta.get("val")

@@ -178,7 +178,7 @@ class _Search:
         for value, tensor, g, need in zip(step.inputs, call.inputs, given, strategy.inputs, strict=True):
             if isinstance(g, (Replicate, Partial, Shard)):
                 cost += self.model.move(g, need, nbytes(tensor))
-                if g != need and value in self.program.parameters and isinstance(g, Shard):
+                if g != need and value in self.program.weights and isinstance(g, Shard):
                     cost += self.model.keep(tensor, REPLICATE, splittable=True)  # never gather a weight to save a sum
                 after.append(settled(g, need))
             else:

@@ -106,6 +106,30 @@ def matmuls() -> list[Sample]:
     ]
 
 
+def grouped() -> list[Sample]:
+    import transformers.integrations.moe  # noqa: F401 -- defines the operator
+
+    op = torch.ops.transformers.grouped_mm_fallback.default
+    ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
+    return [call(op, f(7, 8), f(4, 8, 12), ends), call(op, f(7, 6), f(4, 6, 4), ends)]
+
+
+def convolutions() -> list[Sample]:
+    def conv(x: Any, w: Any, bias: Any, groups: int = 1, transposed: bool = False, stride: int = 1) -> Sample:
+        n = x.ndim - 2
+        fixed = ([stride] * n, [1] * n, [1] * n, transposed, [0] * n, groups)
+        return call(aten.convolution.default, x, w, bias, *fixed)
+
+    return [
+        conv(f(4, 8, 6), f(12, 8, 3), f(12)),
+        conv(f(2, 8, 6, 6), f(4, 8, 3, 3), None, stride=2),
+        conv(f(2, 8, 6), f(8, 1, 3), f(8), groups=8),
+        conv(f(2, 8, 6), f(12, 2, 3), None, groups=4),
+        conv(f(2, 8, 6), f(8, 12, 3), f(12), transposed=True),
+        conv(f(2, 8, 6), f(8, 3, 3), f(12), groups=4, transposed=True),
+    ]
+
+
 def views() -> list[Sample]:
     return [
         call(aten.view.default, f(2, 4, 24), [2, 4, 4, 6]),
@@ -167,6 +191,9 @@ def views() -> list[Sample]:
 
 def splits() -> list[Sample]:
     return [
+        call(aten.slice.Tensor, f(4, 8), 1, 0, 2**63 - 1, 2),
+        call(aten.slice.Tensor, f(4, 12), -1, 1, None, 3),
+        call(aten.slice.Tensor, f(4, 8), 1, 3, None, 2),
         call(aten.split_with_sizes.default, f(4, 12), [8, 4], 1),
         call(aten.split_with_sizes.default, f(4, 12), [2, 6, 4], -1),
         call(aten.split.Tensor, f(4, 12), 4, 1),
@@ -319,4 +346,6 @@ FAMILIES = {
     "line": lines,
     "lookup": lookups,
     "attention": attentions,
+    "grouped": grouped,
+    "convolution": convolutions,
 }

@@ -1,0 +1,74 @@
+"""Convolutions: over the batch, over output channels, over input channels as partial sums, or group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
+from .base import FREE, Call, Given, Strategy, register
+
+aten = torch.ops.aten
+
+
+@register(aten.convolution.default, free=True)
+def convolution(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """The channels of a plain one may be split on either side; a grouped one is as many small ones side by side."""
+    data, weight = call.inputs[0], call.inputs[1]
+    groups, transposed = call.args[8], call.args[6]
+    if data.ndim != weight.ndim:
+        return
+    placement = given[0]
+    if isinstance(placement, Shard) and list(placement.dims) == [0]:
+        yield _strategy(call, placement, REPLICATE, REPLICATE, placement)
+    w_out, w_in = (1, 0) if transposed else (0, 1)
+    if groups == 1:
+        for layout in _layouts(call, given, 1, w_out):
+            column, vector, out = Shard.of(w_out, layout), Shard.of(0, layout), Shard.of(1, layout)
+            yield _strategy(call, REPLICATE, column, vector, out, "column")
+        for layout in [*_layouts(call, given, 0, 1), *_layouts(call, given, 1, w_in)]:
+            if not layout.has_copies:
+                yield _strategy(call, Shard.of(1, layout), Shard.of(w_in, layout), PARTIAL, PARTIAL, "row")
+    elif not transposed:
+        yield from _by_group(call, given, groups)
+
+
+def _by_group(call: Call, given: Sequence[Given], groups: int) -> Iterable[Strategy]:
+    data, weight = call.inputs[0], call.inputs[1]
+    per_in, per_out = data.shape[1] // groups, weight.shape[0] // groups
+    found = [layout.unscale(per_in) for layout in _layouts(call, given, 0, 1)]
+    found += [layout.unscale(per_out) for layout in _layouts(call, given, 1, 0)]
+    for layout in dict.fromkeys(found):
+        if layout is None or not layout.fits(groups):
+            continue
+        out = layout.scale(per_out)
+        local = partial(_local_groups, groups=groups, layout=layout)
+        yield _strategy(
+            call, Shard.of(1, layout.scale(per_in)), Shard.of(0, out), Shard.of(0, out), Shard.of(1, out), "", local
+        )
+
+
+def _local_groups(
+    target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, groups: int, layout: Layout
+) -> tuple[Any, list[Any], dict[str, Any]]:
+    return target, [*args[:8], layout.local_size(groups, rank)], kwargs
+
+
+def _strategy(
+    call: Call, data: Placement, weight: Placement, bias: Placement, out: Placement, kind: str = "", local: Any = None
+) -> Strategy:
+    inputs = (data, weight, bias) if len(call.inputs) == 3 else (data, weight)
+    return Strategy(inputs, (out,), localize=local, kind=kind)
+
+
+def _layouts(call: Call, given: Sequence[Given], index: int, dim: int) -> list[Layout]:
+    placement = given[index]
+    found: list[Layout] = []
+    if placement is FREE:
+        found = list(call.layouts.get((index, dim), ()))
+    elif isinstance(placement, Shard) and list(placement.dims) == [dim]:
+        found = [placement.dims[dim]]
+    return [layout for layout in found if all(layout.ranges)]  # there is no convolution of no channels
