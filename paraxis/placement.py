@@ -60,6 +60,20 @@ def _length(ranges: Ranges) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
+def _spread(size: int, parts: int, unit: int) -> list[Range]:
+    """``size`` indices in units dealt to ``parts`` in order, as evenly as possible; or parts dealt to units."""
+    count = size // unit
+    if count * unit != size:
+        raise ValueError(f"{size} indices are not made of units of {unit}")
+    if count < parts:
+        base, extra = divmod(parts, count)
+        owners = [u for u in range(count) for _ in range(base + (u < extra))]
+        return [(u * unit, (u + 1) * unit) for u in owners]
+    base, extra = divmod(count, parts)
+    starts = [p * base + min(p, extra) for p in range(parts + 1)]
+    return [(starts[p] * unit, starts[p + 1] * unit) for p in range(parts)]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which indices of one dimension each rank holds.
@@ -91,17 +105,26 @@ class Layout:
         """A contiguous split of ``size`` indices, in units of ``unit`` that are never cut.
 
         With fewer units than ranks each unit lives on several ranks; with a count that does not divide, the first
-        ranks hold one unit more.
+        ranks hold one unit more (or the first units live on one rank more).
         """
-        count = size // unit
-        if count * unit != size:
-            raise ValueError(f"{size} indices are not made of units of {unit}")
-        if count < world and world % count == 0:
-            copies = world // count
-            return cls.of(size, [[(r // copies * unit, (r // copies + 1) * unit)] for r in range(world)])
-        base, extra = divmod(count, world)
-        starts = [r * base + min(r, extra) for r in range(world + 1)]
-        return cls.of(size, [[(starts[r] * unit, starts[r + 1] * unit)] for r in range(world)])
+        return cls.of(size, [[span] for span in _spread(size, world, unit)])
+
+    @classmethod
+    def grouped(cls, size: int, world: int, unit: int, groups: int) -> Layout:
+        """Units in ``groups`` of equal size, such that no rank has a part of one group and a part of another.
+
+        Query heads that share key/value heads need this: ranks are dealt to the groups, or groups to the ranks, as
+        evenly as it goes, and inside a group its units to its ranks.
+        """
+        each = size // groups
+        if groups >= world:
+            return cls.even(size, world, each)
+        ranges: list[list[Range]] = []
+        base, extra = divmod(world, groups)
+        for g in range(groups):
+            inside = _spread(each, base + (g < extra), unit)
+            ranges += [[(g * each + a, g * each + b)] for a, b in inside]
+        return cls.of(size, ranges)
 
     @classmethod
     def full(cls, world: int) -> Layout:

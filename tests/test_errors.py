@@ -73,21 +73,12 @@ def test_transformers_too_old(checkpoint: Path) -> None:
         assert "Found an incompatible version of transformers. Found version 4.49.0" in outcome.message
 
 
-@pytest.mark.parametrize(
-    ("sizes", "world", "number", "module"),
-    [
-        ({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, 2, 3, "self_attn.q_proj"),
-        ({"intermediate_size": 131}, 2, 131, "mlp.gate_proj"),
-        ({"vocab_size": 251, "tie_word_embeddings": True}, 2, 251, "embed_tokens"),
-    ],
-)
-def test_sizes_that_do_not_divide(sizes: dict[str, Any], world: int, number: int, module: str, tmp_path: Path) -> None:
-    folder = save("llama", tmp_path, **sizes)
-    (tmp_path / "model.safetensors").chmod(0o644)
-    for outcome in fails(load, folder, world=world):
+def test_sizes_that_do_not_divide() -> None:
+    """A layer made by hand is split evenly or not at all; ``parallelize_model`` splits unevenly where it must."""
+    for outcome in fails(make_a_layer, 10, world=4):
         assert outcome.error == "ValueError"
-        assert f"{number} is not divisible by {world}, " in outcome.message
-        assert module in outcome.message and "dimension" in outcome.message
+        assert "10 is not divisible by 4, " in outcome.message
+        assert "`ColumnParallelLinear`" in outcome.message and "output dimension" in outcome.message
 
 
 def test_no_architectures(copy: Path) -> None:

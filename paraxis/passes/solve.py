@@ -12,7 +12,6 @@ from ..placement import Replicate
 from ..rules import Strategy
 from ..solver import Candidates, CostModel, Program, Solution, Step, on_one_rank, search
 from .base import AnalyzeBase
-from .divisibility import check_divisibility
 from .parameters import ParameterInput, find_parameters, sharded_inputs
 
 RESULT = "paraxis_solution"
@@ -73,11 +72,9 @@ class ParallelAxisSolverPass(AnalyzeBase):
         world = max(ctx.world_size, 2)
         program = Program(aten, names, fixed, world)
         keep = marked or not config.gather_outputs
-        solution, candidates = search(program, CostModel(world=world), keep_sharded=keep, uneven=alone)
+        solution, candidates = search(program, CostModel(world=world), keep_sharded=keep)
         if alone:
             solution = on_one_rank(solution)
-        else:
-            check_divisibility(program, solution, candidates, names)
         solved = Solved(aten, program, solution, candidates, parameters, keep)
         graph_module.meta[RESULT] = solved
         self._mark(solution.strategies, graph_module)

@@ -271,20 +271,16 @@ def _expanded(before: Shard, box: dict[int, Layout], call: Call) -> Strategy:
 
 
 def _over_replicas(box: dict[int, Layout], size: int, world: int) -> Layout | None:
-    """Split ``size`` new indices among the ranks that hold the same box; None if they cannot share evenly."""
+    """Split ``size`` new indices among the ranks that hold the same box; None if there is nothing to share."""
     if len(box) > 1:
         return None
     if not box:
-        return Layout.even(size, world) if size % world == 0 else None
+        return Layout.even(size, world) if size >= world else None
     (layout,) = box.values()
-    ranges = []
-    for rank in range(world):
-        position, count = layout.replica(rank)
-        if count == 1 or size % count:
-            return None
-        step = size // count
-        ranges.append([(position * step, (position + 1) * step)])
-    return Layout.of(size, ranges)
+    places = [layout.replica(rank) for rank in range(world)]
+    if all(count == 1 for _, count in places) or any(size < count for _, count in places):
+        return None
+    return Layout.of(size, [Layout.even(size, count).expand(size, position) for position, count in places])
 
 
 def _local_expand(

@@ -321,11 +321,9 @@ def settled(given: Placement, need: Placement) -> Placement:
     return REPLICATE  # one shard becomes another by way of the whole, which stays at hand
 
 
-def search(
-    program: Program, model: CostModel, keep_sharded: bool = True, uneven: bool = False
-) -> tuple[Solution, Candidates]:
+def search(program: Program, model: CostModel, keep_sharded: bool = True) -> tuple[Solution, Candidates]:
     """The cheapest solution of a program, and the candidates it was chosen from."""
-    candidates = Candidates(program, uneven)
+    candidates = Candidates(program)
     collecting = gc.isenabled()
     gc.disable()  # millions of small tuples, none of them garbage: collecting would go through them again and again
     try:

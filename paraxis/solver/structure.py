@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any
 
@@ -37,20 +36,11 @@ _RESHAPES = {
 _SPLITS = ("aten::split", "aten::split_with_sizes", "aten::chunk", "aten::tensor_split", "aten::unbind")
 
 
-@dataclass(frozen=True)
-class Indivisible:
-    """Why a dimension has no layout: ``count`` units of ``unit`` elements do not divide over the ranks."""
-
-    size: int
-    count: int
-    unit: int
-
-
 class Candidates:
     """The candidate layouts of every parameter dimension of a program."""
 
-    def __init__(self, program: Program, uneven: bool = False) -> None:
-        self.world, self.uneven = program.world, uneven
+    def __init__(self, program: Program) -> None:
+        self.world = program.world
         self._demands: dict[Value, dict[int, list[Structure]]] = defaultdict(dict)
         for step in reversed(program.steps):
             if step.call is not None:
@@ -61,26 +51,17 @@ class Candidates:
             for i, value in enumerate(step.inputs):
                 if value in program.parameters:
                     for dim, size in enumerate(step.call.inputs[i].shape):
-                        found = self.layouts(value, dim, size)
-                        if not found and step.call.target is aten.embedding.default and dim == 0 and size >= self.world:
-                            found = [Layout.even(size, self.world)]  # a look-up does not mind uneven parts
-                        step.call.layouts[i, dim] = tuple(found)
+                        step.call.layouts[i, dim] = tuple(self.layouts(value, dim, size))
 
     def layouts(self, value: Value, dim: int, size: Any) -> list[Layout]:
-        """The layout that really splits this dimension: that of the outermost factor that can be split.
+        """The layouts that really split this dimension: those of the outermost factor that can be split.
 
-        A list of at most one: heads are split before the features inside a head, never both ways.
+        Heads are split before the features inside a head, never both ways.
         """
         if not isinstance(size, int):
             return []
-        found = (layout_of(s, self.world, self.uneven) for s in self.structures(value, dim, size))
-        first = next((x for x in found if x is not None), None)
-        return [first] if isinstance(first, Layout) else []
-
-    def obstacle(self, value: Value, dim: int, size: int) -> Indivisible | None:
-        """Why the dimension cannot be split as it is used, if sizes are the reason."""
-        first = layout_of(self.structures(value, dim, size)[0], self.world, self.uneven)
-        return first if isinstance(first, Indivisible) else None
+        found = (layouts_of(s, self.world) for s in self.structures(value, dim, size))
+        return next((several for several in found if several), [])
 
     def structures(self, value: Value, dim: int, size: int) -> list[Structure]:
         return self._demands.get(value, {}).get(dim) or [((size, 1),)]
@@ -198,20 +179,37 @@ class Candidates:
         }
 
 
-def layout_of(structure: Structure, world: int, uneven: bool = False) -> Layout | Indivisible | None:
-    """The layout of a structure: every segment split by itself, a segment of few units on several ranks each."""
-    parts = []
-    for size, unit in structure:
-        if size == 0:
-            continue
-        count = size // unit
-        if count % world and world % count and not (uneven and count > world):
-            return Indivisible(sum(n for n, _ in structure), count, unit)
-        parts.append((size, Layout.even(size, world, unit)))
-    if not parts:
-        return None
-    layout = Layout.concat(parts)
-    return None if layout.is_full else layout
+MAX_UNITS = 512
+
+
+def layouts_of(structure: Structure, world: int) -> list[Layout]:
+    """The layouts of a structure: every segment split by itself, a segment of few units on several ranks each.
+
+    The first is the most even one. Where it may cut between units that belong together (query heads of one key/value
+    head, of which the weight knows nothing), there is one more for every way in which they may belong together.
+    """
+    structure = tuple((size, unit) for size, unit in structure if size)
+    if not structure:
+        return []
+    layouts = [Layout.concat([(size, Layout.even(size, world, unit)) for size, unit in structure])]
+    for groups in _groupings(structure, world):
+        parts = [
+            (size, Layout.grouped(size, world, unit, groups) if (size // unit) % groups == 0 else None)
+            for size, unit in structure
+        ]
+        if all(part is not None for _, part in parts):
+            layouts.append(Layout.concat(parts))  # type: ignore[arg-type]
+    return [layout for layout in dict.fromkeys(layouts) if not layout.is_full]
+
+
+def _groupings(structure: Structure, world: int) -> list[int]:
+    """Into how many groups the units may belong, where that matters: not if all divide as powers of two do."""
+    counts = {size // unit for size, unit in structure}
+    most = max(counts)
+    if most > MAX_UNITS or all(unit == 1 for _, unit in structure):
+        return []
+    divisors = [g for g in range(2, most) if most % g == 0]
+    return [g for g in divisors if most % world or (world % g and g % world)]
 
 
 def refine(a: Structure, b: Structure) -> Structure | None:

@@ -210,7 +210,7 @@ def test_settled() -> None:
 def test_on_one_rank() -> None:
     """One rank runs the plan of two: same layers, everything held whole."""
     program = _program()
-    solution, _ = search(program, CostModel(), uneven=True)
+    solution, _ = search(program, CostModel())
     alone = on_one_rank(solution)
     assert [s.kind for s in alone.strategies.values()] == [s.kind for s in solution.strategies.values()]
     for value, placement in alone.parameters.items():

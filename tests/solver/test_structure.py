@@ -13,7 +13,7 @@ from solver.programs import traced
 
 from paraxis.placement import Layout
 from paraxis.solver import Candidates, Program, Value
-from paraxis.solver.structure import Indivisible, Structure, layout_of, refine
+from paraxis.solver.structure import Structure, layouts_of, refine
 
 
 def edges(structure: Structure) -> set[int]:
@@ -79,22 +79,31 @@ def test_refine_by_cuts(seed: int) -> None:
 
 
 def test_layout_of_segments() -> None:
-    assert layout_of(((64, 16),), 2) == Layout.even(64, 2)
-    assert layout_of(((8, 4), (4, 4), (4, 4)), 2) == Layout.of(16, [[(0, 4), (8, 16)], [(4, 16)]]), (
+    assert layouts_of(((64, 16),), 2) == [Layout.even(64, 2)]
+    assert layouts_of(((8, 4), (4, 4), (4, 4)), 2) == [Layout.of(16, [[(0, 4), (8, 16)], [(4, 16)]])], (
         "one KV head on both ranks, the queries split"
     )
-    assert layout_of(((64, 16),), 8) == Layout.even(64, 8, 16)
-    assert layout_of(((6, 1), (6, 1)), 2) == Layout.even(6, 2)
+    assert layouts_of(((64, 16),), 8) == [Layout.even(64, 8, 16)]
+    assert layouts_of(((6, 1), (6, 1)), 2) == [Layout.even(6, 2)]
 
 
 def test_layout_of_a_single_unit_is_none() -> None:
-    assert layout_of(((16, 16),), 4) is None
+    assert layouts_of(((16, 16),), 4) == []
 
 
-def test_layout_of_indivisible_units() -> None:
-    assert layout_of(((48, 16),), 2) == Indivisible(48, 3, 16)
-    assert layout_of(((48, 16),), 2, uneven=True) == Layout.even(48, 2, 16)
-    assert layout_of(((32, 16), (48, 16)), 2) == Indivisible(80, 3, 16)
+def test_units_that_do_not_divide() -> None:
+    assert layouts_of(((48, 16),), 2) == [Layout.of(48, [[(0, 32)], [(32, 48)]])]
+    assert layouts_of(((48, 16),), 4) == [Layout.of(48, [[(0, 16)], [(0, 16)], [(16, 32)], [(32, 48)]])]
+    assert layouts_of(((7, 1),), 2) == [Layout.of(7, [[(0, 4)], [(4, 7)]])]
+
+
+def test_units_that_may_belong_together() -> None:
+    """Fourteen query heads on eight ranks: alone, in two groups of seven or in seven of two."""
+    alone, in_two, in_seven = layouts_of(((28, 2),), 8)
+    assert [alone.local_size(28, r) // 2 for r in range(8)] == [2, 2, 2, 2, 2, 2, 1, 1]
+    assert [in_two.local_size(28, r) // 2 for r in range(8)] == [2, 2, 2, 1, 2, 2, 2, 1]
+    assert in_two.expand(28, 4) == ((14, 18),)
+    assert [in_seven.local_size(28, r) // 2 for r in range(8)] == [1, 1, 2, 2, 2, 2, 2, 2]
 
 
 # -- reading programs ----------------------------------------------------------------------------------------------
@@ -118,19 +127,13 @@ def heads(x: torch.Tensor, count: int) -> torch.Tensor:
 
 def test_plain_features() -> None:
     assert rows(lambda x, w: F.relu(F.linear(x, w)), 8, 12) == [Layout.even(12, 2)]
-    assert rows(lambda x, w: F.relu(F.linear(x, w)), 8, 9) == []
+    assert rows(lambda x, w: F.relu(F.linear(x, w)), 8, 9) == [Layout.of(9, [[(0, 5)], [(5, 9)]])]
 
 
 def test_heads_stay_whole() -> None:
     function = lambda x, w: heads(F.linear(x, w), 4).softmax(-1)  # noqa: E731
     assert rows(function, 8, 12) == [Layout.even(12, 2, unit=3)]
     assert rows(function, 8, 12, world=8) == [Layout.even(12, 8, unit=3)], "four heads on eight ranks"
-
-
-def test_heads_that_do_not_divide_are_named() -> None:
-    function = lambda x, w: heads(F.linear(x, w), 3).softmax(-1)  # noqa: E731
-    candidates, value, _ = found(function, 8, 12, world=2)
-    assert candidates.obstacle(value, 0, 12) == Indivisible(12, 3, 4)
 
 
 def test_a_single_head_is_not_split() -> None:
