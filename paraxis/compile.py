@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .capture import GraphBreak
-from .capture.trace import fresh_entry, ignore_loggers, translated
+from .capture.trace import fresh_entry, ignore_loggers, open_encoders, translated
 from .core import Config, ParallelExecutionCtx
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
 from .passes.replace import finish_plan, place_unused
@@ -82,7 +82,8 @@ class CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.opened:
             try:
-                return self._compiled(self.module, *args, **kwargs)
+                with open_encoders():
+                    return self._compiled(self.module, *args, **kwargs)
             except dynamo.exc.TorchDynamoException as error:
                 problem = translated(error, self.module)
                 if not isinstance(problem, GraphBreak):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -70,6 +71,17 @@ def ignore_loggers() -> None:
             return
 
 
+@contextmanager
+def open_encoders() -> Iterator[None]:
+    """Without torch's fused kernel for a whole encoder layer in evaluation: what is inside it could not be split."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 def install_output_hooks(model: nn.Module) -> None:
     """Install transformers' hooks for hidden states and attentions now: it does so lazily, under a lock, which cannot
     be captured."""
@@ -104,7 +116,8 @@ def capture(
     install_output_hooks(model)
     compiled = torch.compile(fresh_entry(), fullgraph=True, backend=backend, dynamic=False)
     try:
-        compiled(model, *args, **kwargs)
+        with open_encoders():
+            compiled(model, *args, **kwargs)
     except _Captured:
         return
     except dynamo.exc.TorchDynamoException as error:

@@ -277,7 +277,7 @@ def _over_replicas(box: dict[int, Layout], size: int, world: int) -> Layout | No
     if not box:
         return Layout.even(size, world) if size >= world else None
     (layout,) = box.values()
-    places = [layout.replica(rank) for rank in range(world)]
+    places = [layout.replica(rank) for rank in range(layout.world)]
     if all(count == 1 for _, count in places) or any(size < count for _, count in places):
         return None
     return Layout.of(size, [Layout.even(size, count).expand(size, position) for position, count in places])

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ranks import RankPool
-from zoo.cases import causal_types, find
+from zoo.cases import all_cases, find
 from zoo.check import check
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="names of models, separated by commas")
+    parser.add_argument("--sep", default=",", help="what separates the names")
     parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
     parser.add_argument(
         "--state", type=Path, default=Path("build/zoo.jsonl"), help="results so far; delete to start anew"
@@ -28,7 +29,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, each on ranks of its own")
     parser.add_argument("--device", default="cpu", help="where the ranks run")
     options = parser.parse_args()
-    names = options.only.split(",") if options.only else causal_types()
+    names = options.only.split(options.sep) if options.only else list(all_cases())
     worlds = [int(world) for world in options.tp.split(",")]
     options.state.parent.mkdir(parents=True, exist_ok=True)
     done = read(options.state)
@@ -102,7 +103,8 @@ def run(name: str, world: int, pool: RankPool, options: Any) -> dict[str, Any]:
 
 
 def short(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:6000]
+    text = f"{type(error).__name__}: {error}"
+    return text if len(text) < 8000 else f"{text[:3000]}\n...\n{text[-5000:]}"
 
 
 def line(record: dict[str, Any]) -> str:

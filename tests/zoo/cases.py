@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -82,9 +82,17 @@ def token_inputs(model: Any) -> dict[str, Any]:
     return inputs
 
 
+def all_cases() -> dict[str, Case]:
+    """Every case of the zoo, by name."""
+    from zoo.modules import module_cases
+    from zoo.others import other_cases
+
+    cases = [*(causal_lm(t) for t in causal_types()), *other_cases(), *module_cases()]
+    return {case.name: case for case in cases}
+
+
 def find(name: str) -> Case:
     """The case of this name; ``name[field=value,...]`` overrides fields of its configuration."""
     base, _, rest = name.partition("[")
-    overrides = dict(pair.split("=") for pair in rest.rstrip("]").split(",") if pair)
-    fields = {key: int(value) for key, value in overrides.items()}
-    return causal_lm(base, **fields)
+    pairs = (pair.split("=") for pair in rest.rstrip("]").split(",") if pair)
+    return replace(all_cases()[base], overrides={key: int(value) for key, value in pairs})

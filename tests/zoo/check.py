@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,18 +27,19 @@ def check(name: str, folder: str | None, device: str = "cpu") -> dict[str, Any]:
     model, unsharded, ctx = pair(case, folder, device)
     planned = time.monotonic() - started
     inputs = {key: value.to(device) for key, value in case.inputs(unsharded).items()}
-    found, right = run(model, inputs), run(unsharded, inputs)
+    training = {**inputs, "use_cache": False} if "use_cache" in signature(unsharded.forward).parameters else inputs
+    found, right = run(model, training), run(unsharded, training)
     result: dict[str, Any] = {"outputs": differences(found, right), "loss": 0.0}
     if "loss" in right:
         result["loss"] = float((found["loss"] - right["loss"]).abs() / right["loss"].abs().clamp(min=1.0))
-    objective(found).backward()
     objective(right).backward()
+    objective(found).backward()
     errors = gradient_errors(model, unsharded)
     result["gradients"] = max(errors.values(), default=0.0)
     result["worst"] = sorted(errors, key=lambda n: -errors[n])[:3]
     result |= sharding(ctx, model)
     if case.generates and can_generate(unsharded):
-        ids = inputs["input_ids"]
+        ids = inputs[unsharded.main_input_name]
         options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         expected = unsharded.generate(ids, **options)
         result["tokens"] = bool(torch.equal(model.generate(ids, **options), expected))
@@ -53,7 +55,14 @@ def pair(case: Case, folder: str | None, device: str) -> tuple[Any, Any, Any]:
         unsharded = case.make().to(device)
         model = parallelize_model(case.make(), ctx, example_inputs=case.inputs(unsharded), show_progress=False)
         return model, unsharded, ctx
-    model = parallelize_model(folder, ctx, show_progress=False)
+    options = {}
+    if case.kind != "causal-lm":  # those are planned with inputs of our own making
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(folder)
+        unsharded = getattr(transformers, config.architectures[0]).from_pretrained(folder).to(device).eval()
+        options["example_inputs"] = {k: v for k, v in case.inputs(unsharded).items() if k != "labels"}
+    model = parallelize_model(folder, ctx, show_progress=False, **options)
     return model.eval(), type(model).from_pretrained(folder).to(device).eval(), ctx
 
 
@@ -117,5 +126,17 @@ def sharding(ctx: Any, model: Any) -> dict[str, Any]:
         "collectives": plan.count(),
         "whole": [(name, reason) for name, reason in whole if len(plan.parameters[name].global_shape) > 1][:12],
         "parameters": sum(numel.values()),
+        "layers": depth(model),
+        "gathered": sorted({reason for _, reason in plan.gathered}),
+        "breaks": plan.breaks,
+        "unplanned": len(plan.unplanned),
+        "optimal": plan.optimal,
         "rank": dist.get_rank(),
     }
+
+
+def depth(model: Any) -> int:
+    """How many blocks the model has: the entries of its lists of modules, of those that hold most parameters."""
+    lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
+    outer = [m for m in lists if not any(m is not o and any(m is x for x in o.modules()) for o in lists)]
+    return max([sum(len(m) for m in outer), 1])
