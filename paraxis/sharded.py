@@ -405,4 +405,5 @@ def shard_gradient(parameter: ShardedTensor, gradient: torch.Tensor) -> torch.Te
     if isinstance(gradient, ShardedTensor):
         return gradient
     placement, group = parameter.placement, parameter._spec.group
+    assert group is not None
     return wrap(slice_box(gradient, placement, dist.get_rank(group)), placement, parameter.shape, group)

@@ -25,6 +25,7 @@ from ..rules import Strategy
 from ..sharded import unwrap, wrap
 from ..solver import Step, Value
 from ..solver.program import is_tensor, tensor_of, value_of
+from .combine import combine_sums
 from .layers import Layer, find_layers
 from .local_layers import make_layer
 from .solve import Solved
@@ -54,6 +55,7 @@ class Rewriter:
         for node in self.solved.aten.graph.nodes:
             emit: Callable[[Node], None] = getattr(self, f"_emit_{node.op}")
             emit(node)
+        combine_sums(self.graph, self.collectives, lambda n: _impure(n) or n.meta.get("random", False))
         module = GraphModule(self.root, self.graph, class_name="LocalProgram")
         module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or _impure(n))
         module.recompile()
@@ -142,9 +144,15 @@ class Rewriter:
             if self._random is None:
                 self._random = RandomState(self.group, self.ctx.current_device)
             target = named(_seeded(self._random, target, strategy.is_sharded), f"random_{_name(target)}")
+            return self._random_call(target, tuple(args), kwargs)
         elif not isinstance(target, torch._ops.OpOverload) and hasattr(target, "__name__"):
             target = named(target, target.__name__)
         return self.graph.call_function(target, tuple(args), kwargs)
+
+    def _random_call(self, target: Any, args: tuple[Any, ...], kwargs: Any) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta["random"] = True  # numbers are drawn in the order of the program
+        return node
 
     def _emit_layer(self, layer: Layer, strategy: Strategy) -> Node | None:
         """A call of the parallel layer, with the input it needs; None if it has to stay an operator."""
@@ -202,8 +210,11 @@ class Rewriter:
             return self.fetch(value, need)
         node = versions[source]
         if not self._is_free(value, source, need):
-            node = self.graph.call_function(self._redistribution(value, source, need), (node,))
+            move = self._redistribution(value, source, need)
+            node = self.graph.call_function(move, (node,))
             node.meta["placement"] = (need,)
+            if move.__name__ == "all_reduce" and self.ctx.world_size > 1:
+                node.meta["sum"] = (self._plain_sum(), self.collectives[-1], tensor_of_value(value))
         versions[need] = node
         return node
 
@@ -227,6 +238,10 @@ class Rewriter:
             return redistribute(x, source, need, shape, group)
 
         return named(move, kind)
+
+    def _plain_sum(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        group = self.group
+        return lambda x: redistribute(x, PARTIAL, REPLICATE, tuple(x.shape), group)
 
     def _global_size(self, value: Value, dim: int) -> Node:
         """The global size of a dimension, from the local tensor."""

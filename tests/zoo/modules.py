@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+
 from zoo.cases import Case
 
 WIDTH, HEADS = 32, 4
@@ -16,7 +17,9 @@ WIDTH, HEADS = 32, 4
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8))
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 8)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from zoo.cases import Case
 from zoo.tiny import tiny_config
 

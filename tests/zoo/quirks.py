@@ -8,6 +8,7 @@ HEAD = {"head_dim": 8}
 MIXED = ["linear_attention", "full_attention"]
 
 QUIRKS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {"n_group": 2, "topk_group": 1, "num_experts": 8},
     "bamba": {"attn_layer_indices": [1]},
     "beam": {"n_group": 2, "topk_group": 1},
     "cohere_compass_text": {
@@ -18,6 +19,7 @@ QUIRKS: dict[str, dict[str, Any]] = {
         },
     },
     "dbrx": {
+        "attn_config.clip_qkv": 8.0,
         "attn_config.rope_theta": 10000.0,
         "attn_config.kv_n_heads": 4,
         "ffn_config.hidden_size": 64,
