@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv test lint format demo clean
+.PHONY: venv test lint format demo zoo clean
 
 venv: $(STAMP)
 
@@ -34,6 +34,12 @@ format: venv
 
 demo: venv
 	$(BIN)/paraxis demo --tp $(TP)
+
+# Every architecture against the unsharded one; hours. It goes on where it was stopped: `rm -r build` to start anew.
+# A few of them: `make zoo ONLY=llama,gpt2 TP=4`.
+zoo: venv
+	cd tests && ../$(BIN)/python -m zoo --state ../build/zoo.jsonl \
+		$(if $(ONLY),--only '$(ONLY)' --tp $(TP),--page ../docs/results/zoo.md)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

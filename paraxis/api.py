@@ -24,6 +24,7 @@ from .weights.agree import exchange, together
 from .weights.convert import find_conversions
 from .weights.errors import CheckpointError
 from .weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
+from .weights.init import as_the_model_does, left_out
 from .weights.load import load_buffers
 from .weights.materialize import checksums, materialize_parameters
 from .weights.weight_map import check_checkpoint, collect_weight_map, header_of, match_parameters
@@ -155,7 +156,12 @@ def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx) -> N
     prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
     keys = match_parameters(ctx.param_cache, tied, ctx.weight_map, prefix, model)
     ctx.conversions = find_conversions(ctx.param_cache, tied, header_of(ctx.weight_map), ctx.weight_map, prefix, model)
-    check_checkpoint(ctx.param_cache, keys, ctx.weight_map, tied, ctx.conversions)
+    stored = {*keys, *(name for conversion in ctx.conversions for name in conversion.targets)}
+    unsaved = left_out(model, [name for name in ctx.param_cache if name not in stored])
+    for name in unsaved:
+        _meta(ctx.param_cache[name]).init_fn = as_the_model_does(model, name)
+    expected = {name: p for name, p in ctx.param_cache.items() if name not in unsaved}
+    check_checkpoint(expected, keys, ctx.weight_map, tied, ctx.conversions)
     for name, key in keys.items():
         _meta(ctx.param_cache[name]).mapping = {HashableSlice(): ParameterSlice(source=key)}
     load_buffers(model, ctx.weight_map, prefix)

@@ -29,7 +29,8 @@ def _dummy(model: nn.Module, device: torch.device) -> dict[str, Any]:
             "example_inputs=, a tensor, a tuple of positional or a dict of keyword arguments."
         )
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
-        ids = torch.ones(BATCH, LENGTH, dtype=torch.int64, device=device)
+        rows = BATCH * (getattr(config, "num_codebooks", None) or 1)  # audio models take a row per codebook
+        ids = torch.ones(rows, LENGTH, dtype=torch.int64, device=device)
         inputs = {"input_ids": ids}
         if getattr(config, "is_encoder_decoder", False):
             inputs["decoder_input_ids"] = ids

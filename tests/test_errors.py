@@ -13,6 +13,7 @@ from models.compare import batch, context, parallel
 from models.tiny import save
 from torch import nn
 
+from paraxis.layers import ColumnParallelLinear
 from ranks import RankOutcome, spawn_ranks
 
 SECONDS = 60.0  # generous: a loaded machine imports torch and transformers in this time too
@@ -53,6 +54,10 @@ def load_with_old_transformers(folder: str) -> None:
 
     transformers.__version__ = "4.49.0"
     load(folder)
+
+
+def make_a_layer(features: int) -> None:
+    ColumnParallelLinear(context(), nn.Linear(8, features))
 
 
 def edit_config(folder: Path, **fields: Any) -> None:
@@ -119,30 +124,28 @@ def test_missing_parameters_and_other_shapes(copy: Path) -> None:
             assert text in outcome.message
 
 
-class Undecided(nn.Module):
-    """A forward that looks at its data."""
+class Misfit(nn.Module):
+    """A forward that cannot run, whatever the data."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.sum() > 0:  # the line to be named
-            return self.linear(x)
-        return x
+        return self.linear(x) + x[:, :3]  # the line to be named
 
 
-def load_undecided() -> None:
+def load_misfit() -> None:
     from paraxis import parallelize_model
 
     torch.manual_seed(0)
-    parallelize_model(Undecided(), context(), example_inputs=torch.ones(2, 8))
+    parallelize_model(Misfit(), context(), example_inputs=torch.ones(2, 8))
 
 
 def test_capture_failed() -> None:
-    for outcome in fails(load_undecided):
+    for outcome in fails(load_misfit):
         assert outcome.error == "CaptureError"
-        assert "test_errors.py" in outcome.message and "if x.sum() > 0" in outcome.message
+        assert "test_errors.py" in outcome.message and "return self.linear(x) + x[:, :3]" in outcome.message
 
 
 def differing_weights() -> None:

@@ -216,11 +216,12 @@ class _Search:
         alike = self._neighbours(live, states) if len(states) > ANCHORS else []
         kept: list[tuple[State, tuple[float, Link | None]]] = []
         best: dict[State, list[State]] = {}  # by the places of parameters, which are part of the plan
+        order = {state: position for position, (state, _) in enumerate(ranked)}
         for state, (cost, link) in ranked:
             anchors = best.setdefault(tuple(state[k] for k in own), [])
             near = (other for group, k in alike for other in group[state[:k] + state[k + 1 :]] if other is not state)
             if not any(
-                states[anchor][0] <= cost and self._reaches(live, anchor, states[anchor][0], state, cost)
+                order[anchor] < order[state] and self._reaches(live, anchor, states[anchor][0], state, cost)
                 for anchor in chain(anchors, near)
             ):
                 kept.append((state, (cost, link)))

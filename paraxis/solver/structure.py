@@ -192,9 +192,9 @@ def layouts_of(structure: Structure, world: int) -> list[Layout]:
     if not structure:
         return []
     layouts = [Layout.concat([(size, Layout.even(size, world, unit)) for size, unit in structure])]
-    for groups in _groupings(structure, world):
+    for count in _groupings(structure, world):
         parts = [
-            (size, Layout.grouped(size, world, unit, groups) if (size // unit) % groups == 0 else None)
+            (size, Layout.grouped(size, world, unit, count) if (size // unit) % count == 0 else None)
             for size, unit in structure
         ]
         if all(part is not None for _, part in parts):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -78,3 +80,25 @@ def _fill(
         tensor.zero_()
     else:
         tensor.fill_(1)
+
+
+def left_out(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of these parameters that the model says checkpoints need not have (fixed sinusoids, for example)."""
+    fields = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save")
+    patterns = [pattern for field in fields for pattern in (getattr(model, field, None) or ())]
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+
+
+def as_the_model_does(model: Any, name: str) -> Callable[[torch.Tensor], Any]:
+    """A function that fills a tensor with what the model's own initialization gives the parameter of this name."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+
+    def fill(tensor: torch.Tensor) -> None:
+        stand_in = copy.copy(module)
+        own = {key: None if p is None else nn.Parameter(torch.empty(p.shape)) for key, p in module._parameters.items()}
+        stand_in.__dict__["_parameters"] = own
+        model._init_weights(stand_in)
+        tensor.copy_(own[leaf])  # type: ignore[arg-type]
+
+    return fill

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import threading
@@ -15,12 +16,12 @@ from typing import Any
 from ranks import RankPool
 from zoo.cases import all_cases, find
 from zoo.check import check
+from zoo.table import page
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="names of models, separated by commas")
-    parser.add_argument("--sep", default=",", help="what separates the names")
     parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
     parser.add_argument(
         "--state", type=Path, default=Path("build/zoo.jsonl"), help="results so far; delete to start anew"
@@ -28,8 +29,9 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per model")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, each on ranks of its own")
     parser.add_argument("--device", default="cpu", help="where the ranks run")
+    parser.add_argument("--page", type=Path, help="where to write the table")
     options = parser.parse_args()
-    names = options.only.split(options.sep) if options.only else list(all_cases())
+    names = split_names(options.only) if options.only else list(all_cases())
     worlds = [int(world) for world in options.tp.split(",")]
     options.state.parent.mkdir(parents=True, exist_ok=True)
     done = read(options.state)
@@ -60,7 +62,17 @@ def main() -> int:
             worker.start()
         for worker in workers:
             worker.join()
-    return 1 if any(r["status"] in ("wrong", "failed") for r in done.values()) else 0
+    chosen = [record for key, record in done.items() if key[0] in names and key[1] in worlds]
+    if options.page is not None:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(page(chosen))
+    print(f"{sum(r['status'] == 'ok' for r in chosen)} of {len(chosen)} right")
+    return 1 if any(r["status"] in ("wrong", "failed") for r in chosen) else 0
+
+
+def split_names(text: str) -> list[str]:
+    """Names separated by commas, some of which have fields in brackets, separated by commas too."""
+    return re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text)
 
 
 def read(state: Path) -> dict[tuple[str, int], dict[str, Any]]:
@@ -76,7 +88,7 @@ _building = threading.Lock()  # models draw their weights from the one global ge
 def run(name: str, world: int, pool: RankPool, options: Any) -> dict[str, Any]:
     """Build, save, parallelize and compare one model."""
     started = time.monotonic()
-    record: dict[str, Any] = {"name": name, "world": world}
+    record: dict[str, Any] = {"name": name, "world": world, "kind": all_cases()[name.partition("[")[0]].kind}
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         try:

@@ -32,18 +32,33 @@ def check(name: str, folder: str | None, device: str = "cpu") -> dict[str, Any]:
     result: dict[str, Any] = {"outputs": differences(found, right), "loss": 0.0}
     if "loss" in right:
         result["loss"] = float((found["loss"] - right["loss"]).abs() / right["loss"].abs().clamp(min=1.0))
-    objective(right).backward()
-    objective(found).backward()
-    errors = gradient_errors(model, unsharded)
-    result["gradients"] = max(errors.values(), default=0.0)
-    result["worst"] = sorted(errors, key=lambda n: -errors[n])[:3]
+    result |= gradients(model, unsharded, found, right)
     result |= sharding(ctx, model)
     if case.generates and can_generate(unsharded):
-        ids = inputs[unsharded.main_input_name]
-        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-        expected = unsharded.generate(ids, **options)
-        result["tokens"] = bool(torch.equal(model.generate(ids, **options), expected))
+        result |= tokens(model, unsharded, inputs[unsharded.main_input_name])
     return {**result, "planned": planned, "seconds": time.monotonic() - started}
+
+
+def tokens(model: Any, unsharded: Any, inputs: torch.Tensor) -> dict[str, Any]:
+    """Whether greedy decoding with a cache gives the same tokens, unless the unsharded model cannot generate."""
+    options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+    try:
+        expected = unsharded.generate(inputs, **options)
+    except Exception as error:
+        return {"no_tokens": f"the unsharded model: {str(error).splitlines()[0]}"}
+    return {"tokens": bool(torch.equal(model.generate(inputs, **options), expected))}
+
+
+def gradients(model: Any, unsharded: Any, found: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
+    """The largest relative error of a gradient, unless the unsharded model has no gradients at all."""
+    try:
+        objective(right).backward()
+    except (RuntimeError, AssertionError) as error:
+        return {"gradients": 0.0, "worst": [], "no_gradients": f"the unsharded model: {str(error).splitlines()[0]}"}
+    objective(found).backward()
+    errors = gradient_errors(model, unsharded)
+    worst = sorted(errors, key=lambda n: -errors[n])[:3]
+    return {"gradients": max(errors.values(), default=0.0), "worst": worst}
 
 
 def pair(case: Case, folder: str | None, device: str) -> tuple[Any, Any, Any]:
@@ -55,15 +70,14 @@ def pair(case: Case, folder: str | None, device: str) -> tuple[Any, Any, Any]:
         unsharded = case.make().to(device)
         model = parallelize_model(case.make(), ctx, example_inputs=case.inputs(unsharded), show_progress=False)
         return model, unsharded, ctx
+    built = case.make()
+    unsharded = type(built).from_pretrained(folder).to(device).eval()
+    for name, parameter in unsharded.named_parameters():  # loading forgets which ones are fixed
+        parameter.requires_grad_(built.get_parameter(name).requires_grad)
     options = {}
     if case.kind != "causal-lm":  # those are planned with inputs of our own making
-        import transformers
-
-        config = transformers.AutoConfig.from_pretrained(folder)
-        unsharded = getattr(transformers, config.architectures[0]).from_pretrained(folder).to(device).eval()
         options["example_inputs"] = {k: v for k, v in case.inputs(unsharded).items() if k != "labels"}
-    model = parallelize_model(folder, ctx, show_progress=False, **options)
-    return model.eval(), type(model).from_pretrained(folder).to(device).eval(), ctx
+    return parallelize_model(folder, ctx, show_progress=False, **options).eval(), unsharded, ctx
 
 
 def run(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -150,7 +150,12 @@ def text_and_pixels(model: Any) -> dict[str, torch.Tensor]:
 
 
 FIELDS: dict[str, dict[str, Any]] = {
-    "esm-mlm": {"vocab_size": 64},
+    "esm-mlm": {"vocab_size": 64, "mask_token_id": 32, "pad_token_id": 0},
+    "t5": {"decoder_start_token_id": 0},
+    "switch_transformers": {"decoder_start_token_id": 0},
+    "longt5": {"decoder_start_token_id": 0},
+    "marian": {"decoder_start_token_id": 0},
+    "whisper": {"decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
     "llama-sequence": {"pad_token_id": 0},
     "gpt2-sequence": {"pad_token_id": 0},
 }

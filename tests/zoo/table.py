@@ -1,0 +1,76 @@
+"""The results of the zoo as a page."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from datetime import date
+from typing import Any
+
+LIMITS = {2: 0.55, 4: 0.30}
+KINDS = {"causal-lm": "Causal language models", "other": "Models of other kinds", "module": "Plain modules"}
+
+
+def page(records: Iterable[dict[str, Any]]) -> str:
+    """Markdown: a summary, then a table per kind, sorted by name."""
+    import torch
+    import transformers
+
+    records = sorted(records, key=lambda r: (r["name"].lower(), r["world"]))
+    lines = [
+        "# The zoo",
+        "",
+        "Every model is tiny, with random weights from a fixed seed, saved by `save_pretrained` (plain modules are",
+        "built alike on every rank), made parallel on real processes, and compared with the unsharded one in float32:",
+        "outputs within 1e-4, gradients within 1e-3 relative, greedy tokens exact. Made by `make zoo`.",
+        "",
+        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
+        f"{platform.python_version()}.",
+        "",
+    ]
+    for kind, title in KINDS.items():
+        chosen = [r for r in records if r.get("kind", "causal-lm") == kind]
+        if chosen:
+            lines += [f"## {title}", "", *_summary(chosen), "", *_table(chosen), ""]
+    return "\n".join(lines)
+
+
+def _summary(records: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for world in sorted({r["world"] for r in records}):
+        mine = [r for r in records if r["world"] == world]
+        right = [r for r in mine if r["status"] == "ok"]
+        built = [r for r in mine if r["status"] != "not built"]
+        small = [r for r in right if r["fraction"] <= LIMITS.get(world, 1.2 / world)]
+        lines.append(
+            f"- {world} ranks: {len(right)} of {len(built)} right; {len(small)} of those with at most "
+            f"{LIMITS.get(world, 1.2 / world):.2f} of the parameters on a rank; {len(mine) - len(built)} not built."
+        )
+    return lines
+
+
+def _table(records: list[dict[str, Any]]) -> list[str]:
+    head = "| model | ranks | result | per rank | outputs | gradients | tokens | collectives, blocks | notes |"
+    return [head, "|---|---|---|---|---|---|---|---|---|", *(_row(r) for r in records)]
+
+
+def _row(r: dict[str, Any]) -> str:
+    if "fraction" not in r:
+        reason = r.get("error", "").splitlines()[0][:160].replace("|", "/")
+        return f"| {r['name']} | {r['world']} | **{r['status']}** | | | | | | {reason} |"
+    tokens = {True: "exact", False: "**differ**"}.get(r.get("tokens"), "")
+    collectives = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in r["collectives"].items())
+    notes = [f"whole: {name}: {reason}" for name, reason in _grouped(r["whole"])[:3]]
+    notes += [f"gathered: {reason}" for reason in r.get("gathered", [])[:3]]
+    notes += [f"several graphs: {reason[:160]}" for reason in r.get("breaks", [])[:1]]
+    notes += [r[key][:120] for key in ("no_gradients", "no_tokens") if key in r]
+    status = r["status"] if r["status"] == "ok" else f"**{r['status']}**"
+    cells = (r["name"], r["world"], status, f"{r['fraction']:.3f}", f"{r['outputs']:.0e}", f"{r['gradients']:.0e}")
+    cells += (tokens, f"{collectives}; {r.get('layers', '')}", "; ".join(notes).replace("|", "/").replace("\n", " "))
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _grouped(whole: list[Any]) -> list[tuple[str, str]]:
+    """Equal notes on repeated blocks once."""
+    star = lambda name: ".".join("*" if part.isdigit() else part for part in name.split("."))  # noqa: E731
+    return list(dict.fromkeys((star(name), reason) for name, reason in whole))

@@ -1,0 +1,57 @@
+"""A structurally diverse part of the zoo; all of it is `make zoo`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from zoo.__main__ import run, split_names
+from zoo.modules import module_cases
+from zoo.table import page
+
+TRANSFORMERS = {
+    "mixtral": 2,  # fused experts, saved one by one
+    "gpt_oss": 2,  # interleaved gate and up, attention sinks, biases of experts
+    "deepseek_v3": 2,  # latent attention, groups of experts
+    "falcon_mamba": 2,  # a scan under vmap, depthwise convolution
+    "qwen3_next": 2,  # linear attention beside full attention
+    "longcat_flash": 2,  # a loop over experts: not one graph
+    "musicgen": 2,  # several codebooks and heads
+    "t5*": 2,  # encoder-decoder, relative position table
+    "clip*": 2,  # two towers
+    "wav2vec2*": 2,  # convolutions with weight norm
+    "swin-image*": 2,  # windows
+    "llama[num_attention_heads=6,num_key_value_heads=3,intermediate_size=134,hidden_size=48]": 4,
+    "phi3[num_attention_heads=8,num_key_value_heads=2,vocab_size=251]": 4,
+}
+OPTIONS = Namespace(device="cpu", timeout=300.0)
+
+
+def assert_right(record: dict[str, Any]) -> None:
+    assert record["status"] == "ok", record.get("error") or record
+    assert record["fraction"] <= {2: 0.55, 4: 0.30}[record["world"]]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_models(name: str, ranks: Any) -> None:
+    record = run(name, TRANSFORMERS[name], ranks(TRANSFORMERS[name]), OPTIONS)
+    assert_right(record)
+    assert bool(record["breaks"]) == (name == "longcat_flash")
+    if record["breaks"]:
+        assert "modeling_longcat_flash.py" in record["breaks"][0]
+
+
+def test_plain_modules(ranks: Any) -> None:
+    records = [run(case.name, 2, ranks(2), OPTIONS) for case in module_cases()]
+    for record in records:
+        assert_right(record)
+    broken = {record["name"]: record["breaks"] for record in records if record["breaks"]}
+    assert list(broken) == ["DataDependent"] and "if x.mean().item() > 100" in broken["DataDependent"][0]
+    text = page(records)
+    assert f"{len(records)} of {len(records)} right" in text and "| DataDependent | 2 | ok |" in text
+
+
+def test_names_with_fields() -> None:
+    assert split_names("llama,phi3[a=1,b=2],gpt2*") == ["llama", "phi3[a=1,b=2]", "gpt2*"]
