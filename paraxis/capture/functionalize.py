@@ -83,9 +83,42 @@ def _purify(graph: Graph) -> None:
         if functional is not None and alone and target.op == "call_function" and not _is_view(target):
             node.target = functional
             target.replace_all_uses_with(node, delete_user_cb=_after(node, order))
-        else:
+        elif not _write_into_part(graph, node, target, order):
             for member in family | {node}:
                 member.meta["impure"] = True
+
+
+def _write_into_part(graph: Graph, node: Node, part: Node, order: dict[Node, int]) -> bool:
+    """``x[..., :n].copy_(y)`` as a new value of ``x``; whether that was possible."""
+    if node.target is not aten.copy_.default:
+        return False
+    chain, base = [], part
+    while base.target in (aten.slice.Tensor, aten.select.int):
+        chain.append(base)
+        base = base.args[0]  # type: ignore[assignment]
+    if not chain or base.op != "call_function" or _is_view(base) or _mutated(base) is not None:
+        return False
+    others = [n for n in _aliases(part, without=node) if n is not base and order[n] < order[node]]
+    if any(_used_after(n, node, order) for n in others):
+        return False  # somebody who looked at the same memory before does so later
+    with graph.inserting_before(node):
+        value = _like(graph.call_function(aten.copy.default, (part, node.args[1])), part, node, order)
+        written = value
+        for view in chain:
+            scatter = aten.slice_scatter.default if view.target is aten.slice.Tensor else aten.select_scatter.default
+            parent, rest = view.args[0], view.args[1:]
+            written = _like(graph.call_function(scatter, (parent, written, *rest)), parent, node, order)
+    node.replace_all_uses_with(value)
+    base.replace_all_uses_with(written, delete_user_cb=_after(node, order))
+    graph.erase_node(node)
+    return True
+
+
+def _like(new: Node, shape_of: Any, written: Node, order: dict[Node, int]) -> Node:
+    """A node with the metadata of the write it replaces and the value of another one."""
+    new.meta = {**written.meta, "val": shape_of.meta["val"]}
+    order[new] = order[written]
+    return new
 
 
 def _drop_idle_dropout(graph: Graph) -> None:

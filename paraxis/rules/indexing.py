@@ -77,3 +77,31 @@ def gather(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         seen.add(placement)
         if all(source.shape[d] == ids.shape[d] for d in placement.dims):
             yield Strategy((placement, placement), (placement,))
+
+
+@register(aten.index_put.default)
+def index_put(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Rows written or added at positions of the first dimensions; the others keep their layouts. A linear map."""
+    target, values, indices = call.inputs[0], call.inputs[-1], call.args[1]
+    touched = [d for d, i in enumerate(indices) if i is not None]
+    if not touched or touched != list(range(len(touched))):
+        return
+    if any(indices[d].dtype in (torch.bool, torch.uint8) for d in touched):
+        return  # a mask may touch several dimensions
+    if is_partial(given[-1]) or is_partial(given[0]):
+        yield Strategy((PARTIAL, *[REPLICATE] * len(touched), PARTIAL), (PARTIAL,))
+    shift = max(indices[d].ndim for d in touched) - len(touched)  # from dimensions of the target to those of the rows
+    boxes = []
+    if isinstance(given[0], Shard):
+        boxes.append(given[0].dims)
+    if isinstance(given[-1], Shard):
+        lift = target.ndim + shift - values.ndim  # rows may be broadcast
+        boxes.append({d + lift - shift: x for d, x in given[-1].layouts})
+    for box in boxes:
+        if not box or any(d < len(touched) or d >= target.ndim for d in box):
+            continue
+        lift = target.ndim + shift - values.ndim
+        rows = {d + shift - lift: x for d, x in box.items() if d + shift - lift >= 0}
+        rows = {d: x for d, x in rows.items() if values.shape[d] != 1}
+        row = Shard.of(rows) if rows else REPLICATE
+        yield Strategy((Shard.of(box), *[REPLICATE] * len(touched), row), (Shard.of(box),))

@@ -33,6 +33,7 @@ _COPIES = [
     aten.type_as,
     aten.contiguous,
     aten.clone,
+    aten.copy.default,
     aten.alias,
     aten.detach,
     aten.lift_fresh_copy,

@@ -30,12 +30,14 @@ def split(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     count = len(call.outputs)
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,) * count)
-    if found is None or not isinstance(placement, Shard):
+    if not isinstance(placement, Shard):
         return
-    dim, sizes = found
-    if dim not in placement.dims:
+    if normalize_dim(call.arg(2, "dim", 0), call.inputs[0].ndim) not in placement.dims:
         yield Strategy((placement,), (placement,) * count)
         return
+    if found is None:
+        return
+    dim, sizes = found
     layout, outputs, start = placement.dims[dim], [], 0
     for size in sizes:
         outputs.append(Shard.of({**placement.dims, dim: layout.slice(sum(sizes), start, start + size)}))
@@ -209,3 +211,19 @@ def pad(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     padded = {n - 1 - k for k in range(len(widths) // 2) if widths[2 * k] or widths[2 * k + 1]}
     if isinstance(placement, Shard) and not padded & set(placement.dims):
         yield Strategy((placement,), (placement,))
+
+
+@register(aten.slice_scatter.default, aten.select_scatter.default)
+def scatter_part(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """A part of a dimension that is not sharded is replaced. A linear map of both."""
+    dim = normalize_dim(call.arg(2, "dim", 0), call.inputs[0].ndim)
+    gone = call.target is aten.select_scatter.default
+    if any(is_partial(p) for p in given):
+        yield Strategy((PARTIAL, PARTIAL), (PARTIAL,))
+    boxes = [p.dims for p in given[:1] if isinstance(p, Shard)]
+    if isinstance(given[1], Shard):
+        boxes.append({d + (gone and d >= dim): x for d, x in given[1].layouts})
+    for box in boxes:
+        if box and dim not in box:
+            inner = Shard.of({d - (gone and d > dim): x for d, x in box.items()})
+            yield Strategy((Shard.of(box), inner), (Shard.of(box),))

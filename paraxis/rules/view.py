@@ -309,3 +309,14 @@ def repeat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
             return
         box[d + lift] = Layout.concat([(source.shape[d], layout)])
     yield Strategy((placement,), (Shard.of(box),))
+
+
+@register(aten.view_as_complex.default, aten.view_as_real.default)
+def complex_view(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Pairs of numbers in a last dimension become complex ones, or the reverse."""
+    (placement,) = given
+    pairs = call.inputs[0].ndim - 1 if call.target is aten.view_as_complex.default else None
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if isinstance(placement, Shard) and pairs not in placement.dims:
+        yield Strategy((placement,), (placement,))

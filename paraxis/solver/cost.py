@@ -42,7 +42,7 @@ class CostModel:
     narrow: float = 1e-10
     """The same for a matrix that is much longer than wide (a router, a small head): splitting it saves little and puts
     a collective into the forward, so it is split only where it is large."""
-    aspect: int = 16
+    aspect: int = 8
     """From how many times as long as wide a matrix counts as narrow."""
 
     def fraction(self, placement: Placement) -> float:

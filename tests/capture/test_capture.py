@@ -348,3 +348,68 @@ def test_capture_does_not_run_the_model() -> None:
     model = Model(lambda w, x: x @ w)
     graph = captured(model, torch.full((4, 4), float("nan")))
     assert isinstance(graph, GraphModule)
+
+
+class WritesParts(nn.Module):
+    """Builds a tensor part by part, in place, as attention code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 4), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(*x.shape[:-1], 10)
+        out[..., :4].copy_(self.first(x))
+        out[..., 4:] = self.second(x)
+        out[0] = 1.0
+        return out * 2
+
+
+class WritesWhereOthersLook(nn.Module):
+    """The part that is written to is read through a view taken before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros(3, 4)
+        row = out[1]
+        out[:, :2].copy_(x)
+        return row + out.sum(0)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "pure"), [(WritesParts, (2, 3, 8), True), (WritesWhereOthersLook, (3, 2), False)]
+)
+def test_writes_into_parts(make: Any, shape: tuple[int, ...], pure: bool) -> None:
+    """A write into a part of a tensor is a new value of it, unless another view shows the difference."""
+    torch.manual_seed(0)
+    module, x = make(), torch.randn(shape)
+    graphs: list[Any] = []
+    capture(module, (x,), {}, lambda graph, inputs: graphs.append((graph, inputs)))
+    graph, inputs = graphs[0]
+    aten = simplify(to_aten(graph))
+    impure = [n for n in aten.graph.nodes if n.meta.get("impure")]
+    assert bool(impure) != pure, impure
+    (result,) = aten(*inputs)
+    assert torch.equal(result, module(x))
+
+
+class Mapped(nn.Module):
+    """``vmap`` over a function of the module's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda row: (self.weight @ row).tanh().cumsum(0))(x)
+
+
+def test_vmap_is_taken_apart() -> None:
+    torch.manual_seed(0)
+    module, x = Mapped(), torch.randn(3, 4)
+    graphs: list[Any] = []
+    capture(module, (x,), {}, lambda graph, inputs: graphs.append((graph, inputs)))
+    graph, inputs = graphs[0]
+    aten = simplify(to_aten(graph))
+    assert not any("batch_dim" in str(n.target) or "vmap" in str(n.target) for n in aten.graph.nodes)
+    (result,) = aten(*inputs)
+    assert torch.allclose(result, module(x), atol=1e-6)

@@ -162,6 +162,7 @@ def own_module(make: Any) -> dict[str, Any]:
         "gradients": gradient_errors(model, whole),
         "gathered": ctx.plan.gathered,
         "replicated": dict(ctx.plan.replicated),
+        "unplanned": {name: ctx.plan.parameters[name].local_shape for name in ctx.plan.unplanned},
     }
 
 
@@ -175,7 +176,8 @@ def test_modules_of_ones_own(ranks: Any) -> None:
     for found in ranks(2).run(own_module, Einsum):
         assert max(found["differences"]) < 1e-4 and max(found["gradients"].values()) < 1e-3
         assert any("qr" in reason for _, reason in found["gathered"]), found["gathered"]
-        assert "not used" in found["replicated"]["unused.weight"]
+        assert found["unplanned"] == {"unused.weight": (2, 4), "unused.bias": (4,)}, "split for memory"
+        assert "not used" in found["replicated"]["unused.bias"]
 
 
 class CountCollectives(PassBase):

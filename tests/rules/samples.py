@@ -61,6 +61,8 @@ def pointwise() -> list[Sample]:
         call(aten.to.other, f(8), i(9, 8, 4)),
         call(aten.contiguous.default, f(4, 8)),
         call(aten.clone.default, f(4, 8)),
+        call(aten.copy.default, f(4, 8), f(4, 8).float()),
+        call(aten.copy.default, f(4, 8), f(8)),
         call(aten.alias.default, f(4, 8)),
         call(aten.detach.default, f(4, 8)),
         call(aten.lift_fresh_copy.default, f(4, 8)),
@@ -133,6 +135,8 @@ def convolutions() -> list[Sample]:
 def views() -> list[Sample]:
     return [
         call(aten.view.default, f(2, 4, 24), [2, 4, 4, 6]),
+        call(aten.view_as_complex.default, f(4, 6, 2)),
+        call(aten.view_as_real.default, torch.view_as_complex(f(4, 6, 2))),
         call(aten.view.default, f(2, 4, 4, 6), [2, 4, 24]),
         call(aten.view.default, f(2, 4, 24), [2, 4, 3, 4, 2]),
         call(aten.view.default, f(2, 4, 24), [2, -1, 6, 4]),
@@ -191,6 +195,10 @@ def views() -> list[Sample]:
 
 def splits() -> list[Sample]:
     return [
+        call(aten.slice_scatter.default, f(4, 8), f(4, 3), 1, 2, 5),
+        call(aten.slice_scatter.default, f(6, 4, 8), f(3, 4, 8), 0, 0, 6, 2),
+        call(aten.select_scatter.default, f(4, 6, 8), f(4, 8), 1, 2),
+        call(aten.select_scatter.default, f(4, 8), f(8), 0, -1),
         call(aten.slice.Tensor, f(4, 8), 1, 0, 2**63 - 1, 2),
         call(aten.slice.Tensor, f(4, 12), -1, 1, None, 3),
         call(aten.slice.Tensor, f(4, 8), 1, 3, None, 2),
@@ -302,6 +310,11 @@ def lines() -> list[Sample]:
 
 def lookups() -> list[Sample]:
     return [
+        call(aten.index_put.default, f(6, 8), [i(6, 5)], f(5, 8)),
+        call(aten.index_put.default, f(6, 8), [torch.randperm(6)], f(6, 8), True),
+        call(aten.index_put.default, f(6, 4, 8), [i(6, 5), i(4, 5)], f(8)),
+        call(aten.index_put.default, f(6, 8), [i(6, 2, 3)], f(2, 3, 8), True),
+        call(aten.index_put.default, f(6, 8), [i(6, 5)], f(5, 1)),
         call(aten.embedding.default, f(12, 8), i(12, 2, 4)),
         call(aten.embedding.default, f(12, 8), i(12, 4), 3),
         call(aten.index.Tensor, f(4, 6, 8), [i(4, 3)]),
