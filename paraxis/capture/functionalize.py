@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 aten = torch.ops.aten
 
 
-def _mutated(node: Node) -> Node | None:
+def mutated(node: Node) -> Node | None:
     """The tensor that this node writes to, if it is the first argument."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -37,10 +37,10 @@ def _functional(target: Any) -> Any:
     return getattr(packet, target._overloadname, None) if packet is not None else None
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
-        return isinstance(source, Node) and _is_view(source)
+        return isinstance(source, Node) and is_view(source)
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return False
     name = node.target._schema.name
@@ -73,14 +73,23 @@ def _keeps(node: Node) -> bool:
 def _purify(graph: Graph) -> None:
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        target = _mutated(node)
+        target = mutated(node)
         if target is None:
             continue
         family = _aliases(target)
         functional = _functional(node.target)
         others = _aliases(target, without=node)  # what aliases the new value only is no concern
         alone = all(n is target or not _used_after(n, node, order) for n in others)
-        if functional is not None and alone and target.op == "call_function" and not _is_view(target):
+        if functional is not None and alone and target.op == "call_function" and not is_view(target):
+            if node.target is aten.copy_.default:
+                with graph.inserting_before(node):
+                    value = _written(graph, node, target, order)
+                    if value is node.args[1]:  # memory of its own, as the target had
+                        value = _like(graph.call_function(aten.clone.default, (value,)), target, node, order)
+                node.replace_all_uses_with(value)
+                target.replace_all_uses_with(value, delete_user_cb=_after(node, order))
+                graph.erase_node(node)
+                continue
             node.target = functional
             target.replace_all_uses_with(node, delete_user_cb=_after(node, order))
         elif not _write_into_part(graph, node, target, order):
@@ -96,13 +105,13 @@ def _write_into_part(graph: Graph, node: Node, part: Node, order: dict[Node, int
     while base.target in (aten.slice.Tensor, aten.select.int):
         chain.append(base)
         base = base.args[0]  # type: ignore[assignment]
-    if not chain or base.op != "call_function" or _is_view(base) or _mutated(base) is not None:
+    if not chain or base.op != "call_function" or is_view(base) or mutated(base) is not None:
         return False
     others = [n for n in _aliases(part, without=node) if n is not base and order[n] < order[node]]
     if any(_used_after(n, node, order) for n in others):
         return False  # somebody who looked at the same memory before does so later
     with graph.inserting_before(node):
-        value = _like(graph.call_function(aten.copy.default, (part, node.args[1])), part, node, order)
+        value = _written(graph, node, part, order)
         written = value
         for view in chain:
             scatter = aten.slice_scatter.default if view.target is aten.slice.Tensor else aten.select_scatter.default
@@ -112,6 +121,19 @@ def _write_into_part(graph: Graph, node: Node, part: Node, order: dict[Node, int
     base.replace_all_uses_with(written, delete_user_cb=_after(node, order))
     graph.erase_node(node)
     return True
+
+
+def _written(graph: Graph, node: Node, part: Node, order: dict[Node, int]) -> Node:
+    """What a copy leaves in ``part``: the source in its shape and dtype, by operators that have derivatives."""
+    source: Any = node.args[1]
+    wanted, given = part.meta["val"], source.meta["val"]
+    if tuple(given.shape) == tuple(wanted.shape) and given.dtype == wanted.dtype:
+        return source  # type: ignore[no-any-return]
+    zeros = _like(graph.call_function(aten.zeros_like.default, (part,)), part, node, order)
+    if given.dtype != wanted.dtype:
+        source = _like(graph.call_function(aten.to.dtype, (source, wanted.dtype)), source, node, order)
+        source.meta["val"] = torch.empty_like(given, dtype=wanted.dtype)
+    return _like(graph.call_function(aten.add.Tensor, (zeros, source)), part, node, order)
 
 
 def _like(new: Node, shape_of: Any, written: Node, order: dict[Node, int]) -> Node:
@@ -145,11 +167,9 @@ def _aliases(node: Node, without: Node | None = None) -> set[Node]:
         if current in family or current is without:
             continue
         family.add(current)
-        if _is_view(current) or _mutated(current) is not None:
+        if is_view(current) or mutated(current) is not None:
             stack += [a for a in current.all_input_nodes[:1]]
-        stack += [
-            u for u in current.users if (_is_view(u) and u.all_input_nodes[0] is current) or _mutated(u) is current
-        ]
+        stack += [u for u in current.users if (is_view(u) and u.all_input_nodes[0] is current) or mutated(u) is current]
     return family
 
 

@@ -128,9 +128,9 @@ def translated(error: dynamo.exc.TorchDynamoException, model: nn.Module) -> Exce
     """Dynamo's error in our terms: what our own passes raised, or a place where the graph breaks, or neither."""
     if isinstance(error, dynamo.exc.BackendCompilerFailed):
         return error.inner_exception if isinstance(error.inner_exception, Exception) else error
-    if isinstance(error, (dynamo.exc.Unsupported, dynamo.exc.UserError)):
-        return GraphBreak(describe(error, model))
-    return CaptureError(describe(error, model))
+    if isinstance(error, dynamo.exc.TorchRuntimeError):  # the model's own mistake: it would not run in Python either
+        return CaptureError(describe(error, model))
+    return GraphBreak(describe(error, model))
 
 
 def describe(error: BaseException, model: nn.Module) -> str:

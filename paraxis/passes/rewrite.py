@@ -16,9 +16,10 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from ..capture import whole_op
+from ..capture.functionalize import is_view, mutated
 from ..core import ParallelExecutionCtx
 from ..distributed.random import RandomState
-from ..distributed.redistribute import redistribute
+from ..distributed.redistribute import redistribute, slice_box
 from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 from ..plan import CollectivePlan
 from ..rules import Strategy
@@ -126,6 +127,25 @@ class Rewriter:
         for value, position, placement in zip(step.outputs, tensors, strategy.outputs, strict=True):
             item = self.graph.call_function(operator.getitem, (new, position)) if several else new
             self._define(value, placement, item)
+        if step.impure:
+            self._keep_up(step.node, strategy)
+
+    def _keep_up(self, node: Node, strategy: Strategy) -> None:
+        """A write into a sharded input (a cache) must reach its shard, and no older version of it may be used."""
+        target = mutated(node)
+        base = target
+        while base is not None and base.op == "call_function" and (is_view(base) or mutated(base) is not None):
+            base = base.all_input_nodes[0]
+        if base is None or base.op != "placeholder":
+            return
+        value, placement = Value(base), self.home[Value(base)]
+        if not _splits(placement):
+            return
+        if base is target and strategy.inputs[0] == placement:  # written where it is
+            self.versions[value] = {placement: self.versions[value][placement]}
+            return
+        local, whole = (self.versions[value][p] for p in (placement, REPLICATE))
+        self.graph.call_function(_write_back(placement, self.rank), (local, whole)).meta["writes"] = True
 
     def _emit_operator(self, step: Step, strategy: Strategy, locals_: list[Node]) -> Node:
         taken = iter(locals_)
@@ -313,6 +333,13 @@ def _wrapper(placement: Shard, shape: tuple[int | None, ...], group: Any) -> Cal
     return named(keep_sharded, "keep_sharded")
 
 
+def _write_back(placement: Placement, rank: int) -> Callable[..., Any]:
+    def write_back(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return local.copy_(slice_box(whole, placement, rank))
+
+    return named(write_back, "write_back")
+
+
 def is_random(node: Node) -> bool:
     """Whether the operator draws random numbers in this call."""
     target = node.target
@@ -329,6 +356,8 @@ def is_random(node: Node) -> bool:
 def _impure(node: Node) -> bool:
     if node.op != "call_function":
         return False
+    if node.meta.get("writes"):
+        return True
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)

@@ -165,3 +165,16 @@ def normalize_dim(dim: int, ndim: int) -> int:
 def unshardable(placement: Placement, dims: Iterable[int]) -> bool:
     """Whether the placement shards one of ``dims``, on which the operator needs everything."""
     return isinstance(placement, Shard) and any(d in placement.dims for d in dims)
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is one. A symbol may stand for a number that only the data knows, and must not be asked."""
+    return isinstance(size, int) and size == 1
+
+
+def same_size(a: Any, b: Any) -> bool:
+    """Whether two sizes are the same number or the same symbol."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    a, b = getattr(a, "node", a), getattr(b, "node", b)
+    return str(getattr(a, "expr", a)) == str(getattr(b, "expr", b))

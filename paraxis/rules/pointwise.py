@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Placement, Shard
-from .base import Call, Given, Strategy, Tensor, draws, is_partial, register
+from .base import Call, Given, Strategy, Tensor, draws, is_one, is_partial, register, same_size
 
 aten = torch.ops.aten
 
@@ -69,7 +69,7 @@ def pointwise(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         if lift < 0:  # only a dtype is taken from it
             continue
         out = Shard.of({d + lift: x for d, x in placement.layouts})
-        if out in seen or any(call.out.shape[d] != tensor.shape[d - lift] for d in out.dims):
+        if out in seen or not all(same_size(call.out.shape[d], tensor.shape[d - lift]) for d in out.dims):
             continue
         if random and (out.has_copies or (features and any(d > 1 for d in out.dims))):
             continue
@@ -81,7 +81,7 @@ def pointwise(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 def restrict(out: Shard, tensor: Tensor, ndim: int) -> Placement:
     """The part of the output's box that an input with broadcast dimensions has."""
     lift = ndim - tensor.ndim
-    box = Shard.of({d - lift: x for d, x in out.layouts if d >= lift and tensor.shape[d - lift] != 1})
+    box = Shard.of({d - lift: x for d, x in out.layouts if d >= lift and not is_one(tensor.shape[d - lift])})
     return box if box.layouts or not out.layouts else REPLICATE
 
 

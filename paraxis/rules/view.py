@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, Layout, Placement, Shard
-from .base import Call, Given, Strategy, is_partial, normalize_dim, register
+from .base import Call, Given, Strategy, is_partial, normalize_dim, register, same_size
 
 aten = torch.ops.aten
 
@@ -32,9 +32,9 @@ def groups(source: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int]
         right: list[int] = []
         a = b = 1
         while True:
-            if left and right and _same(a, b):
+            if left and right and same_size(a, b):
                 break
-            if i < len(source) and (not left or j >= len(target) or (not _same(a, b) and _less(a, b))):
+            if i < len(source) and (not left or j >= len(target) or (not same_size(a, b) and _less(a, b))):
                 a, i = a * source[i], i + 1
                 left.append(i - 1)
             elif j < len(target):
@@ -44,13 +44,6 @@ def groups(source: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int]
                 break
         result.append((left, right))
     return result
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    a, b = getattr(a, "node", a), getattr(b, "node", b)
-    return str(getattr(a, "expr", a)) == str(getattr(b, "expr", b))
 
 
 def _less(a: Any, b: Any) -> bool:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
+import torch
+
 from ..placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Replicate, Shard
 from ..rules import FREE, Call, Given, Strategy, accepts_free, replicated, rule_for
 from .cost import CostModel, nbytes
@@ -150,8 +152,11 @@ class _Search:
 
     def _strategies(self, step: Step, call: Call, given: tuple[Given, ...]) -> Iterable[Strategy]:
         yield replicated(call)
+        if step.impure:
+            yield from self._in_place(step, call, given)
+            return
         rule = rule_for(call.target)
-        if rule is None or step.impure:
+        if rule is None:
             return
         options: list[Sequence[Given]] = []
         for i, g in enumerate(given):
@@ -163,6 +168,14 @@ class _Search:
             for strategy in rule(call, combination):
                 if self._fits(call, strategy):
                     yield share(call, strategy)
+
+    def _in_place(self, step: Step, call: Call, given: tuple[Given, ...]) -> Iterable[Strategy]:
+        """A whole new value for a sharded input (a cache), written into each rank's shard."""
+        place = given[0] if given else None
+        if call.target is not torch.ops.aten.copy_.default or not isinstance(place, Shard) or not place.layouts:
+            return
+        if step.inputs[0].node.op == "placeholder" and call.inputs[0].shape == call.inputs[1].shape:
+            yield Strategy((place, place), (place,))
 
     def _free(self, call: Call, index: int) -> list[Placement]:
         dims = range(call.inputs[index].ndim)

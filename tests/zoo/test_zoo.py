@@ -15,7 +15,7 @@ TRANSFORMERS = {
     "mixtral": 2,  # fused experts, saved one by one
     "gpt_oss": 2,  # interleaved gate and up, attention sinks, biases of experts
     "deepseek_v3": 2,  # latent attention, groups of experts
-    "falcon_mamba": 2,  # a scan under vmap, depthwise convolution
+    "bamba": 2,  # a selective scan, depthwise convolution, a state written in place; attention beside it
     "qwen3_next": 2,  # linear attention beside full attention
     "musicgen": 2,  # several codebooks and heads
     "t5*": 2,  # encoder-decoder, relative position table
