@@ -4,8 +4,10 @@ It goes through the steps in order and keeps, for every combination of placement
 frontier), the cheapest way to get there. What comes later depends on nothing else, so this is exhaustive backtracking
 with memory, linear in the depth of the model as long as the frontier is narrow, and without recursion.
 
-A state is dropped early only when it is dominated: when starting from the best state and communicating its tensors into
-this state's placements would cost no more. That keeps the result optimal under the cost model.
+A state is dropped when it is dominated: when starting from another state and communicating its tensors into this
+state's placements would cost no more. That keeps the result optimal under the cost model. Where more states than
+:data:`MAX_STATES` remain all the same, only the most promising ones are followed up, and the solution is not called
+optimal.
 """
 
 from __future__ import annotations
