@@ -21,6 +21,7 @@ from .passes.replace import finish_plan, place_unused
 from .passes.solve import RESULT, Solved
 from .plan import Plan
 from .sharded import ShardedTensor, UnplacedError, shard_gradient
+from .solver import Value
 from .weights import materialize_parameters
 from .weights.agree import exchange, together
 
@@ -138,20 +139,21 @@ def plan_in_pieces(
 
 
 def _digest(graph_module: GraphModule) -> str:
-    """A fingerprint of the captured program and its solution: equal on all ranks, or they must not run it."""
+    """A fingerprint of what the ranks must do alike and in the same order, or must not run at all.
+
+    Operators in between may come in another order: a model that goes through a set of strings does so differently in
+    every process.
+    """
     solved: Solved = graph_module.meta[RESULT]
-    lines = []
-    for step in solved.program.steps:
-        if step.call is None:
-            lines.append(str([str(p) for p in solved.solution.results]))
-            continue
-        strategy = solved.solution.strategies[step]
-        shapes = [tuple(map(str, t.shape)) for t in (*step.call.inputs, *step.call.outputs)]
-        placements = [str(p) for p in (*strategy.inputs, *strategy.outputs)]
-        target = step.call.target
-        name = target if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
-        lines.append(f"{name} {shapes} {placements}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    placements = {p.name: str(solved.solution.parameters.get(Value(n))) for n, p in solved.parameters.items()}
+    shapes = sorted(
+        str([tuple(map(str, t.shape)) for t in (*step.call.inputs, *step.call.outputs)]) + str(step.node.target)
+        for step in solved.program.steps
+        if step.call is not None
+    )
+    results = [str(p) for p in solved.solution.results]
+    text = "\n".join([*solved.order, *(f"{n} {p}" for n, p in sorted(placements.items())), *shapes, *results])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _summary(example_inputs: list[Any]) -> str:

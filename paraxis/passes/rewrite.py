@@ -172,6 +172,7 @@ class Rewriter:
     def _random_call(self, target: Any, args: tuple[Any, ...], kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)
         node.meta["random"] = True  # numbers are drawn in the order of the program
+        self.solved.order.append(target.__name__)
         return node
 
     def _emit_layer(self, layer: Layer, strategy: Strategy) -> Node | None:
@@ -180,6 +181,7 @@ class Rewriter:
         if made is None:
             return None
         path, module = made
+        self.solved.order.append(f"{path} {[str(p) for p in (*strategy.inputs, *strategy.outputs)]}")
         while self.modules.setdefault(path, module) is not module:
             path += "_"
         _add_submodule(self.root, path, module)
@@ -248,6 +250,7 @@ class Rewriter:
         fake = tensor_of_value(value)
         shape = tuple(n if isinstance(n, int) else None for n in fake.shape)
         kind = _collective(source, need)
+        self.solved.order.append(f"{kind} {module_of(value.node)} {shape} {fake.dtype} {source} {need}")
         if kind in ("all_reduce", "all_gather", "reduce_scatter") and self.ctx.world_size > 1:
             self.collectives.append(
                 CollectivePlan(kind, module_of(value.node), shape, str(fake.dtype).removeprefix("torch."))

@@ -29,6 +29,8 @@ class Solved:
     parameters: dict[Node, ParameterInput] = field(default_factory=dict)
     """By node of the ATen graph."""
     keep_sharded: bool = True
+    order: list[str] = field(default_factory=list)
+    """What the local program does that ranks must do in the same order: layers, redistributions, random draws."""
 
 
 class ParallelAxisSolverPass(AnalyzeBase):

@@ -146,6 +146,22 @@ class Einsum(nn.Module):
         return {"y": self.mix(y.mT).mT, "z": torch.linalg.qr(self.q(y)).R.abs()}
 
 
+class Unordered(nn.Module):
+    """Goes through a set of strings, whose order is another one in every process."""
+
+    NAMES = tuple(["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        for i, name in enumerate(self.NAMES):
+            self.register_buffer(name, torch.full((32,), float(i)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = {name: x * getattr(self, name) for name in set(self.NAMES)}
+        return self.down(self.up(sum(parts[name] for name in self.NAMES)).relu())
+
+
 def own_module(make: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     model, whole = make(), make()
@@ -173,6 +189,8 @@ def mlp() -> nn.Module:
 def test_modules_of_ones_own(ranks: Any) -> None:
     for found in ranks(2).run(own_module, mlp):
         assert max(found["differences"]) < 1e-5 and max(found["gradients"].values()) < 1e-4
+    for found in ranks(2).run(own_module, Unordered):
+        assert max(found["differences"]) < 1e-4 and max(found["gradients"].values()) < 1e-4
     for found in ranks(2).run(own_module, Einsum):
         assert max(found["differences"]) < 1e-4 and max(found["gradients"].values()) < 1e-3
         assert any("qr" in reason for _, reason in found["gathered"]), found["gathered"]
