@@ -147,13 +147,17 @@ def _digest(graph_module: GraphModule) -> str:
     solved: Solved = graph_module.meta[RESULT]
     placements = {p.name: str(solved.solution.parameters.get(Value(n))) for n, p in solved.parameters.items()}
     shapes = sorted(
-        str([tuple(map(str, t.shape)) for t in (*step.call.inputs, *step.call.outputs)]) + str(step.node.target)
+        f"{_target(step.call.target)} {[tuple(map(str, t.shape)) for t in (*step.call.inputs, *step.call.outputs)]}"
         for step in solved.program.steps
         if step.call is not None
     )
     results = [str(p) for p in solved.solution.results]
     text = "\n".join([*solved.order, *(f"{n} {p}" for n, p in sorted(placements.items())), *shapes, *results])
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _target(target: Any) -> str:
+    return str(target) if isinstance(target, torch._ops.OpOverload) else getattr(target, "__name__", "")
 
 
 def _summary(example_inputs: list[Any]) -> str:
