@@ -40,10 +40,10 @@ class CostModel:
     replication: float = 1e-6
     """Seconds per byte for keeping a parameter whole that could be split."""
     narrow: float = 1e-10
-    """The same for a matrix that is much longer than wide (a router, a small head): splitting it saves little and puts
-    a collective into the forward, so it is split only where it is large."""
+    """The same for a layer with few outputs (a router, a small head): splitting it saves little and puts a collective
+    into the forward, so it is split only where it is large."""
     aspect: int = 8
-    """From how many times as long as wide a matrix counts as narrow."""
+    """From how many inputs per output a layer counts as one with few outputs."""
 
     def fraction(self, placement: Placement) -> float:
         """The largest part of the tensor that one rank holds."""
@@ -94,7 +94,7 @@ class CostModel:
             if not splittable or tensor.ndim < 2:
                 return 0.0
             sizes = [hint(n) for n in tensor.shape]
-            narrow = tensor.ndim == 2 and max(sizes) >= self.aspect * min(sizes)
+            narrow = tensor.ndim == 2 and sizes[1] >= self.aspect * sizes[0]
             return (self.narrow if narrow else self.replication) * nbytes(tensor)
         return self.fraction(placement) * nbytes(tensor) / self.memory
 
