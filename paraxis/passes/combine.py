@@ -54,7 +54,7 @@ def _between(first: Node, second: Node, impure: Callable[[Node], bool]) -> list[
     waiting, known = [], {first}
     node = first.next
     while node is not second:
-        if impure(node):
+        if node.op == "output" or impure(node):  # an earlier join has moved the first one behind the second
             return None
         if known & set(node.all_input_nodes):
             known.add(node)

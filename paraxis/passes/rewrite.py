@@ -57,6 +57,7 @@ class Rewriter:
             emit: Callable[[Node], None] = getattr(self, f"_emit_{node.op}")
             emit(node)
         combine_sums(self.graph, self.collectives, lambda n: _impure(n) or n.meta.get("random", False))
+        self.solved.order += [f"{c.kind} {c.module}" for c in self.collectives]
         module = GraphModule(self.root, self.graph, class_name="LocalProgram")
         module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or _impure(n))
         module.recompile()

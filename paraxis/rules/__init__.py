@@ -14,7 +14,7 @@ from . import (
     split,
     view,
 )
-from .base import FREE, Call, Free, Given, Strategy, Tensor, accepts_free, register, replicated, rule_for
+from .base import FREE, Call, Free, Given, Strategy, Tensor, accepts_free, register, replicated, rule_for, same_size
 
 __all__ = [
     "FREE",
@@ -27,4 +27,5 @@ __all__ = [
     "register",
     "replicated",
     "rule_for",
+    "same_size",
 ]

@@ -158,6 +158,15 @@ def draws(call: Call) -> bool:
     return True
 
 
+def layouts_on(call: Call, given: Sequence[Given], index: int, dim: int) -> list[Layout]:
+    """The layouts that an input may have on ``dim``: the one it has, if that is all that is sharded, or any candidate
+    while it is free."""
+    placement = given[index]
+    if isinstance(placement, Free):
+        return list(call.layouts.get((index, dim), ()))
+    return [placement.dims[dim]] if isinstance(placement, Shard) and list(placement.dims) == [dim] else []
+
+
 def normalize_dim(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import FREE, Call, Given, Strategy, register
+from .base import Call, Given, Strategy, layouts_on, register
 
 aten = torch.ops.aten
 
@@ -65,10 +65,5 @@ def _strategy(
 
 
 def _layouts(call: Call, given: Sequence[Given], index: int, dim: int) -> list[Layout]:
-    placement = given[index]
-    found: list[Layout] = []
-    if placement is FREE:
-        found = list(call.layouts.get((index, dim), ()))
-    elif isinstance(placement, Shard) and list(placement.dims) == [dim]:
-        found = [placement.dims[dim]]
-    return [layout for layout in found if all(layout.ranges)]  # there is no convolution of no channels
+    """There is no convolution of no channels: every rank must have some."""
+    return [layout for layout in layouts_on(call, given, index, dim) if all(layout.ranges)]

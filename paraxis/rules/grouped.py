@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..placement import PARTIAL, REPLICATE, Layout, Shard
-from .base import FREE, Call, Given, Strategy, register
+from ..placement import PARTIAL, REPLICATE, Shard
+from .base import Call, Given, Strategy, layouts_on, register
 
 aten = torch.ops.aten
 
@@ -29,16 +29,9 @@ def grouped_mm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """``x[rows of e] @ w[e]``: every expert split by width, on the way in (columns) or on the way out (rows)."""
     if len(call.inputs) != 3 or call.inputs[0].ndim != 2 or call.inputs[1].ndim != 3:
         return
-    for layout in _layouts(call, given, 1, 2):
+    for layout in layouts_on(call, given, 1, 2):
         inputs = (REPLICATE, Shard.of(2, layout), REPLICATE)
         yield Strategy(inputs, (Shard.of(1, layout),), kind="column")
-    for layout in [*_layouts(call, given, 0, 1), *_layouts(call, given, 1, 1)]:
+    for layout in [*layouts_on(call, given, 0, 1), *layouts_on(call, given, 1, 1)]:
         if not layout.has_copies:  # what lives on two ranks would be counted twice
             yield Strategy((Shard.of(1, layout), Shard.of(1, layout), REPLICATE), (PARTIAL,), kind="row")
-
-
-def _layouts(call: Call, given: Sequence[Given], index: int, dim: int) -> list[Layout]:
-    placement = given[index]
-    if placement is FREE:
-        return list(call.layouts.get((index, dim), ()))
-    return [placement.dims[dim]] if isinstance(placement, Shard) and list(placement.dims) == [dim] else []

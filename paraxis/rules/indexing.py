@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import FREE, Call, Given, Strategy, is_partial, normalize_dim, register
+from .base import FREE, Call, Given, Strategy, is_one, is_partial, normalize_dim, register, same_size
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def gather(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         if not isinstance(placement, Shard) or dim in placement.dims or placement in seen:
             continue
         seen.add(placement)
-        if all(source.shape[d] == ids.shape[d] for d in placement.dims):
+        if all(same_size(source.shape[d], ids.shape[d]) for d in placement.dims):
             yield Strategy((placement, placement), (placement,))
 
 
@@ -91,17 +91,16 @@ def index_put(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     if is_partial(given[-1]) or is_partial(given[0]):
         yield Strategy((PARTIAL, *[REPLICATE] * len(touched), PARTIAL), (PARTIAL,))
     shift = max(indices[d].ndim for d in touched) - len(touched)  # from dimensions of the target to those of the rows
+    lift = target.ndim + shift - values.ndim  # rows may be broadcast
     boxes = []
     if isinstance(given[0], Shard):
         boxes.append(given[0].dims)
     if isinstance(given[-1], Shard):
-        lift = target.ndim + shift - values.ndim  # rows may be broadcast
         boxes.append({d + lift - shift: x for d, x in given[-1].layouts})
     for box in boxes:
         if not box or any(d < len(touched) or d >= target.ndim for d in box):
             continue
-        lift = target.ndim + shift - values.ndim
         rows = {d + shift - lift: x for d, x in box.items() if d + shift - lift >= 0}
-        rows = {d: x for d, x in rows.items() if values.shape[d] != 1}
+        rows = {d: x for d, x in rows.items() if not is_one(values.shape[d])}
         row = Shard.of(rows) if rows else REPLICATE
         yield Strategy((Shard.of(box), *[REPLICATE] * len(touched), row), (Shard.of(box),))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import FREE, Call, Given, Strategy, Tensor, register
+from .base import Call, Given, Strategy, Tensor, layouts_on, register
 
 aten = torch.ops.aten
 
@@ -42,30 +42,16 @@ def _product(
             inputs[bias] = pb
         return Strategy(tuple(inputs), (out,), kind=kind)
 
-    for layout in _layouts(call, given, w, w_out):
+    for layout in layouts_on(call, given, w, w_out):
         column, vector = Shard.of(w_out, layout), Shard.of(0, layout)
         yield strategy(REPLICATE, column, vector, Shard.of(out_last, layout), "column")
-    for layout in [*_given(given[x], last), *_layouts(call, given, w, w_in)]:
+    for layout in [*layouts_on(call, given, x, last), *layouts_on(call, given, w, w_in)]:
         if layout.has_copies:  # what lives on two ranks would be counted twice
             continue
         yield strategy(Shard.of(last, layout), Shard.of(w_in, layout), PARTIAL, PARTIAL, "row")
     px = given[x]
     if isinstance(px, Shard) and last not in px.dims:
         yield strategy(px, REPLICATE, REPLICATE, px)
-
-
-def _given(placement: Given, dim: int) -> list[Layout]:
-    """The layout an activation already has on ``dim``, if that is all that is sharded."""
-    if isinstance(placement, Shard) and list(placement.dims) == [dim]:
-        return [placement.dims[dim]]
-    return []
-
-
-def _layouts(call: Call, given: Sequence[Given], index: int, dim: int) -> list[Layout]:
-    """How a weight may be split on ``dim``: as it is, or any candidate while it is free."""
-    if given[index] is FREE:
-        return list(call.layouts.get((index, dim), ()))
-    return _given(given[index], dim)
 
 
 @register(aten.matmul.default, aten.mm.default, aten.bmm.default)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Replicate, Shard
-from ..rules import FREE, Call, Given, Strategy, accepts_free, replicated, rule_for
+from ..rules import FREE, Call, Given, Strategy, accepts_free, replicated, rule_for, same_size
 from .cost import CostModel, nbytes
 from .program import Program, Step, Value
 from .structure import Candidates
@@ -176,7 +176,9 @@ class _Search:
         place = given[0] if given else None
         if call.target is not torch.ops.aten.copy_.default or not isinstance(place, Shard) or not place.layouts:
             return
-        if step.inputs[0].node.op == "placeholder" and call.inputs[0].shape == call.inputs[1].shape:
+        target, source = call.inputs
+        alike = target.ndim == source.ndim and all(map(same_size, target.shape, source.shape))
+        if step.inputs[0].node.op == "placeholder" and alike:
             yield Strategy((place, place), (place,))
 
     def _free(self, call: Call, index: int) -> list[Placement]:

@@ -126,12 +126,12 @@ class Candidates:
         joined = [sum((p[min(k, len(p) - 1)] for p in parts), ()) for k in range(most)]
         self._add(step.inputs[0], dim, joined)
 
-    def _visit_slice(self, step_: Step, call: Call) -> None:
+    def _visit_slice(self, step: Step, call: Call) -> None:
         found, strided = bounds(call), stride(call)
         if strided is not None:
-            dim, step = strided
-            inner = self.structures(step_.outputs[0], dim, call.out.shape[dim])
-            self._add(step_.inputs[0], dim, [tuple((n * step, u * step) for n, u in s) for s in inner])
+            dim, every = strided
+            inner = self.structures(step.outputs[0], dim, call.out.shape[dim])
+            self._add(step.inputs[0], dim, [tuple((n * every, u * every) for n, u in s) for s in inner])
         if found is None:
             return
         dim, start, stop = found
@@ -140,9 +140,9 @@ class Candidates:
             return
         around = lambda n: ((n, 1),) if n else ()  # noqa: E731
         structures = [
-            around(start) + s + around(size - stop) for s in self.structures(step_.outputs[0], dim, stop - start)
+            around(start) + s + around(size - stop) for s in self.structures(step.outputs[0], dim, stop - start)
         ]
-        self._add(step_.inputs[0], dim, structures)
+        self._add(step.inputs[0], dim, structures)
 
     def _ones(self, step: Step, call: Call, dim: int) -> None:
         size = call.inputs[0].shape[dim]

@@ -101,7 +101,7 @@ def run(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def differences(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    """The largest difference of an output, relative to its size where that is above 1."""
+    """The largest difference of an output."""
     if set(found) != set(right):
         raise AssertionError(f"outputs {sorted(found)} instead of {sorted(right)}")
     worst = 0.0

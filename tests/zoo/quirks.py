@@ -41,7 +41,6 @@ QUIRKS: dict[str, dict[str, Any]] = {
         "intermediate_size": [128] * 4,
         "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
     },
-    "gemma4_assistant": {"__defaults__": {"hidden_size_per_layer_input": 0}},
     "gpt_neo": {"__defaults__": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]}},
     "granitemoehybrid": {"layer_types": MIXED},
     "hrm_text": {"num_hidden_layers": 2, "num_layers_per_stack": None},
@@ -53,7 +52,6 @@ QUIRKS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 16},
     "ministral": HEAD,
     "nemotron": {"num_key_value_heads": 4},
-    "nemotron_h": {},
     "phi4_multimodal": {
         "audio_config.nemo_conv_channels": 32,
         "audio_config.ext_pw_out_channel": 64,

@@ -95,13 +95,7 @@ def shrink(config_class: Any, overrides: dict[str, Any]) -> Any:
         shared = {key: value for key, value in overrides.items() if key in FOR_ALL}
         fields[name] = shrink(type(inner), {**shared, **QUIRKS.get(inner.model_type, {}), **own}).to_dict()
     fields |= {key: value for key, value in overrides.items() if "." not in key}
-    made = config_class(**{key: value for key, value in fields.items() if value is not DROP})
-    made.tie_word_embeddings = getattr(made, "tie_word_embeddings", False)
-    return made
-
-
-class DROP:
-    """As an override: leave the field to the configuration's own default."""
+    return config_class(**fields)
 
 
 FOR_ALL = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
