@@ -45,6 +45,7 @@ class CollectivePlan:
     module: str
     shape: tuple[int | None, ...]
     dtype: str
+    reason: str = ""
 
 
 @dataclass
@@ -189,8 +190,11 @@ class Plan:
     def _caption(self) -> str:
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.count().items()) or "none"
         lines = [f"Collectives in one forward: {kinds}."]
-        places = Counter((c.kind, _pattern(c.module), "×".join(map(str, c.shape))) for c in self.collectives)
-        lines += [f"  {n} {kind} of {shape} after {where or 'the model'}" for (kind, where, shape), n in places.items()]
+        places = Counter((c.kind, _pattern(c.module), "×".join(map(str, c.shape)), c.reason) for c in self.collectives)
+        lines += [
+            f"  {n} {kind} of {shape} after {where or 'the model'}" + (f": {why}" if why else "")
+            for (kind, where, shape, why), n in places.items()
+        ]
         matrices = [
             (n, r) for n, r in self.replicated if n in self.parameters and len(self.parameters[n].global_shape) > 1
         ]

@@ -43,7 +43,11 @@ KEEP = {
 """Operators that stay whole: one rule each, and torch's own fast kernels and derivatives."""
 
 
-APART = (torch.ops.aten.einsum.default, torch.ops.aten.bilinear.default, torch.ops.aten.tensordot.default)
+APART = (
+    ("einsum", "bilinear", "tensordot", "view_as", "reshape_as", "expand_as", "broadcast_to", "ravel", "narrow")
+    + ("adjoint", "mH", "matrix_H", "moveaxis", "atleast_1d", "atleast_2d", "atleast_3d", "hsplit", "vsplit", "dsplit")
+    + ("linalg_diagonal", "resolve_conj", "resolve_neg")
+)
 """Composite operators that torch keeps whole before autograd; taken apart, they are products and views with rules."""
 
 
@@ -54,7 +58,9 @@ def _table() -> dict[Any, Callable[..., Any]]:
         for op, function in dict(core_aten_decompositions()).items()
         if op._schema.name.removeprefix("aten::").removesuffix("_") not in KEEP
     }
-    return {**table, **{op: op.decompose for op in APART}}
+    packets = [getattr(torch.ops.aten, name) for name in APART]
+    apart = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    return {**table, **{op: op.decompose for op in apart if not op._schema.is_mutable}}
 
 
 class _Recorder(Interpreter):

@@ -29,6 +29,7 @@ from ..solver.program import is_tensor, tensor_of, value_of
 from .combine import combine_sums
 from .layers import Layer, find_layers
 from .local_layers import make_layer
+from .reasons import reason_for
 from .solve import Solved
 
 aten = torch.ops.aten
@@ -49,6 +50,8 @@ class Rewriter:
         self.steps = {step.node: step for step in solved.program.steps}
         self.layers = {layer.step: layer for layer in find_layers(solved)}
         self.collectives: list[CollectivePlan] = []
+        self._made_by = {value: step for step in solved.program.steps for value in step.outputs}
+        self._asking: Step | None = None
         self._random: RandomState | None = None
 
     def run(self) -> GraphModule:
@@ -111,6 +114,7 @@ class Rewriter:
                 self._forget_versions()
 
     def _emit_step(self, step: Step, strategy: Strategy) -> None:
+        self._asking = step
         locals_ = [self.fetch(v, p) for v, p in zip(step.inputs, strategy.inputs, strict=True)]
         if step.node.target is whole_op:  # it has done its work: the value is whole
             self.nodes[step.node] = locals_[0]
@@ -196,6 +200,7 @@ class Rewriter:
 
     def _emit_output(self, node: Node) -> None:
         results = iter(self.solved.solution.results)
+        self._asking = None
 
         def leave(arg: Node) -> Any:
             if not is_tensor(arg):
@@ -253,9 +258,10 @@ class Rewriter:
         kind = _collective(source, need)
         self.solved.order.append(f"{kind} {module_of(value.node)} {shape} {fake.dtype} {source} {need}")
         if kind in ("all_reduce", "all_gather", "reduce_scatter") and self.ctx.world_size > 1:
-            self.collectives.append(
-                CollectivePlan(kind, module_of(value.node), shape, str(fake.dtype).removeprefix("torch."))
-            )
+            made_by = self._made_by.get(value)
+            reason = reason_for(source, made_by, self.layers.get(made_by) if made_by else None, self._asking)
+            dtype = str(fake.dtype).removeprefix("torch.")
+            self.collectives.append(CollectivePlan(kind, module_of(value.node), shape, dtype, reason))
         group = self.group
 
         def move(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..placement import PARTIAL, REPLICATE, Shard
+from ..placement import PARTIAL, REPLICATE, Layout, Shard
 from .base import Call, Given, Strategy, layouts_on, register
 
 aten = torch.ops.aten
@@ -30,8 +30,24 @@ def grouped_mm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     if len(call.inputs) != 3 or call.inputs[0].ndim != 2 or call.inputs[1].ndim != 3:
         return
     for layout in layouts_on(call, given, 1, 2):
+        if not _aligned(call, layout, call.inputs[1].shape[2]):
+            continue
         inputs = (REPLICATE, Shard.of(2, layout), REPLICATE)
         yield Strategy(inputs, (Shard.of(1, layout),), kind="column")
     for layout in [*layouts_on(call, given, 0, 1), *layouts_on(call, given, 1, 1)]:
-        if not layout.has_copies:  # what lives on two ranks would be counted twice
+        if not layout.has_copies and _aligned(call, layout, call.inputs[1].shape[1]):  # copies would count twice
             yield Strategy((Shard.of(1, layout), Shard.of(1, layout), REPLICATE), (PARTIAL,), kind="row")
+
+
+def unit(call: Call) -> int:
+    """How many elements must stay together: torch's own kernel wants rows of whole 16 bytes."""
+    return max(16 // call.inputs[1].dtype.itemsize, 1) if call.target is not _fallback() else 1
+
+
+def _aligned(call: Call, layout: Layout, size: Any) -> bool:
+    return all(layout.local_size(size, rank) % unit(call) == 0 for rank in range(layout.world))
+
+
+def _fallback() -> Any:
+    packet = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    return None if packet is None else packet.default

@@ -44,6 +44,8 @@ class CostModel:
     into the forward, so it is split only where it is large."""
     aspect: int = 8
     """From how many inputs per output a layer counts as one with few outputs."""
+    thin: int = 4
+    """A parameter of up to so many vectors (a depthwise convolution) may stay whole, as vectors may."""
 
     def fraction(self, placement: Placement) -> float:
         """The largest part of the tensor that one rank holds."""
@@ -94,6 +96,8 @@ class CostModel:
             if not splittable or tensor.ndim < 2:
                 return 0.0
             sizes = [hint(n) for n in tensor.shape]
+            if prod(sizes) <= self.thin * max(sizes):
+                return 0.0
             narrow = tensor.ndim == 2 and sizes[1] >= self.aspect * sizes[0]
             return (self.narrow if narrow else self.replication) * nbytes(tensor)
         return self.fraction(placement) * nbytes(tensor) / self.memory

@@ -16,6 +16,7 @@ import torch
 
 from ..placement import REPLICATE, Layout, Shard
 from ..rules import Call, rule_for
+from ..rules.grouped import grouped_mm, unit
 from ..rules.split import bounds, pieces, stride
 from ..rules.view import groups
 from .program import Program, Step, Value
@@ -88,6 +89,9 @@ class Candidates:
         elif call.target is aten.select.int:
             dim = call.args[1] % call.inputs[0].ndim
             self._ones(step, call, dim)
+        elif rule_for(call.target) is grouped_mm and len(call.inputs) == 3:
+            for i, dim in ((0, 1), (1, 1), (1, 2)):
+                self._aligned(step.inputs[i], dim, call.inputs[i].shape[dim], unit(call))
         if call.target not in _RESHAPES and any(self._demands.get(v) for v in step.outputs):
             self._visit_any(step, call)
 
@@ -149,6 +153,11 @@ class Candidates:
         if isinstance(size, int) and size <= 64:
             self._add(step.inputs[0], dim, [((1, 1),) * size])
 
+    def _aligned(self, value: Value, dim: int, size: Any, unit: int) -> None:
+        """Only whole units of a dimension, if it is made of them."""
+        if unit > 1 and isinstance(size, int):
+            self._add(value, dim, [((size, unit if size % unit == 0 else size),)])
+
     def _visit_any(self, step: Step, call: Call) -> None:
         """Ask the rule itself which input dimension becomes which output dimension."""
         rule = rule_for(call.target)
@@ -186,7 +195,8 @@ def layouts_of(structure: Structure, world: int) -> list[Layout]:
     """The layouts of a structure: every segment split by itself, a segment of few units on several ranks each.
 
     The first is the most even one. Where it may cut between units that belong together (query heads of one key/value
-    head, of which the weight knows nothing), there is one more for every way in which they may belong together.
+    head, of which the weight knows nothing), there is one more for every way in which they may belong together. Beside
+    larger segments, small ones may be whole on every rank: a single key/value head need not be viewed as a head.
     """
     structure = tuple((size, unit) for size, unit in structure if size)
     if not structure:
@@ -199,6 +209,10 @@ def layouts_of(structure: Structure, world: int) -> list[Layout]:
         ]
         if all(part is not None for _, part in parts):
             layouts.append(Layout.concat(parts))  # type: ignore[arg-type]
+    largest = max(size for size, _ in structure)
+    if any(size < largest for size, _ in structure):
+        parts = [(n, Layout.even(n, world, unit) if n == largest else Layout.full(world)) for n, unit in structure]
+        layouts.append(Layout.concat(parts))  # type: ignore[arg-type]
     return [layout for layout in dict.fromkeys(layouts) if not layout.is_full]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import Counter
 from inspect import signature
 from typing import Any
 
@@ -23,6 +24,7 @@ def check(name: str, folder: str | None, device: str = "cpu") -> dict[str, Any]:
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     torch._dynamo.reset()
+    torch.backends.cudnn.allow_tf32 = False  # float32 means float32
     case, started = find(name), time.monotonic()
     model, unsharded, ctx = pair(case, folder, device)
     planned = time.monotonic() - started
@@ -33,6 +35,8 @@ def check(name: str, folder: str | None, device: str = "cpu") -> dict[str, Any]:
     if "loss" in right:
         result["loss"] = float((found["loss"] - right["loss"]).abs() / right["loss"].abs().clamp(min=1.0))
     result |= gradients(model, unsharded, found, right)
+    if result["gradients"] > 1e-3:
+        result |= in_double(case, folder, device, model, unsharded)
     result |= sharding(ctx, model)
     if case.generates and can_generate(unsharded):
         result |= tokens(model, unsharded, inputs[unsharded.main_input_name])
@@ -61,23 +65,51 @@ def gradients(model: Any, unsharded: Any, found: dict[str, Any], right: dict[str
     return {"gradients": max(errors.values(), default=0.0), "worst": worst}
 
 
-def pair(case: Case, folder: str | None, device: str) -> tuple[Any, Any, Any]:
+def in_double(case: Case, folder: str | None, device: str, model: Any, unsharded: Any) -> dict[str, Any]:
+    """Whether gradients that differ in float32 do so because of rounding.
+
+    They do if in float64 all agree to 1e-6, and if the unsharded model's own float32 gradients are about as far from
+    its float64 ones as ours are from them.
+    """
+    errors = gradient_errors(model, unsharded)
+    single = {name: p.grad for name, p in unsharded.named_parameters()}
+    precise, exact, _ = pair(case, folder, device, torch.float64)
+    inputs = {k: v.double() if v.is_floating_point() else v for k, v in case.inputs(exact).items()}
+    inputs = {key: value.to(device) for key, value in inputs.items()}
+    found, right = run(precise, inputs), run(exact, inputs)
+    result = gradients(precise, exact, found, right)
+    rounding = {
+        name: float((p.grad - single[name]).norm() / p.grad.norm().clamp(min=1e-30))
+        for name, p in exact.named_parameters()
+        if errors[name] > 1e-3 and p.grad is not None
+    }
+    rounded = result["gradients"] < 1e-6 and all(rounding[name] > errors[name] / 3 for name in rounding)
+    return {"double": result["gradients"], "rounding": max(rounding.values()), "rounded": rounded}
+
+
+def pair(case: Case, folder: str | None, device: str, dtype: torch.dtype | None = None) -> tuple[Any, Any, Any]:
     """(parallel model, unsharded model, context)"""
     from paraxis import parallelize_model
 
     ctx = context(device=device)
     if folder is None:
-        unsharded = case.make().to(device)
-        model = parallelize_model(case.make(), ctx, example_inputs=case.inputs(unsharded), show_progress=False)
+        unsharded = case.make().to(device, dtype)
+        model = parallelize_model(
+            case.make().to(dtype), ctx, example_inputs=case.inputs(unsharded), show_progress=False
+        )
         return model, unsharded, ctx
     built = case.make()
-    unsharded = type(built).from_pretrained(folder).to(device).eval()
+    unsharded = type(built).from_pretrained(folder, dtype=dtype or torch.float32).to(device).eval()
     for name, parameter in unsharded.named_parameters():  # loading forgets which ones are fixed
         parameter.requires_grad_(built.get_parameter(name).requires_grad)
-    options = {}
+    options: dict[str, Any] = {}
     if case.kind != "causal-lm":  # those are planned with inputs of our own making
-        options["example_inputs"] = {k: v for k, v in case.inputs(unsharded).items() if k != "labels"}
-    return parallelize_model(folder, ctx, show_progress=False, **options).eval(), unsharded, ctx
+        example = {k: v for k, v in case.inputs(unsharded).items() if k != "labels"}
+        options["example_inputs"] = {
+            k: v.to(dtype) if dtype and v.is_floating_point() else v for k, v in example.items()
+        }
+    model = parallelize_model(folder, ctx, torch_dtype=dtype, show_progress=False, **options).eval()
+    return model, unsharded, ctx
 
 
 def run(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -138,6 +170,9 @@ def sharding(ctx: Any, model: Any) -> dict[str, Any]:
     return {
         "fraction": plan.sharded_fraction,
         "collectives": plan.count(),
+        "communicated": sorted(
+            Counter((c.kind, pattern(c.module), c.reason) for c in plan.collectives).items(), key=lambda item: item[0]
+        ),
         "whole": [(name, reason) for name, reason in whole if len(plan.parameters[name].global_shape) > 1][:12],
         "parameters": sum(numel.values()),
         "layers": depth(model),
@@ -147,6 +182,11 @@ def sharding(ctx: Any, model: Any) -> dict[str, Any]:
         "optimal": plan.optimal,
         "rank": dist.get_rank(),
     }
+
+
+def pattern(name: str) -> str:
+    """The name of a module with stars for numbers: the same for all repeated blocks."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def depth(model: Any) -> int:

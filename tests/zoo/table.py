@@ -8,7 +8,12 @@ from datetime import date
 from typing import Any
 
 LIMITS = {2: 0.55, 4: 0.30}
-KINDS = {"causal-lm": "Causal language models", "other": "Models of other kinds", "module": "Plain modules"}
+KINDS = {
+    "causal-lm": "Causal language models",
+    "other": "Models of other kinds",
+    "module": "Plain modules",
+    "size": "Sizes that do not divide",
+}
 
 
 def page(records: Iterable[dict[str, Any]]) -> str:
@@ -22,7 +27,12 @@ def page(records: Iterable[dict[str, Any]]) -> str:
         "",
         "Every model is tiny, with random weights from a fixed seed, saved by `save_pretrained` (plain modules are",
         "built alike on every rank), made parallel on real processes, and compared with the unsharded one in float32:",
-        "outputs within 1e-4, gradients within 1e-3 relative, greedy tokens exact. Made by `make zoo`.",
+        "outputs within 1e-4, loss within 1e-5, gradients within 1e-3 relative, greedy tokens exact. Made by",
+        "`make zoo`.",
+        "",
+        "*Per rank* is the part of all parameter elements that the fullest rank holds. *Per block* counts the",
+        "collectives inside repeated blocks, per block. Where a model has more than two per block, or more than an",
+        "embedding and a head need outside of the blocks, the notes say what they are for.",
         "",
         f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
         f"{platform.python_version()}.",
@@ -44,29 +54,57 @@ def _summary(records: list[dict[str, Any]]) -> list[str]:
         small = [r for r in right if r["fraction"] <= LIMITS.get(world, 1.2 / world)]
         lines.append(
             f"- {world} ranks: {len(right)} of {len(built)} right; {len(small)} of those with at most "
-            f"{LIMITS.get(world, 1.2 / world):.2f} of the parameters on a rank; {len(mine) - len(built)} not built."
+            f"{LIMITS.get(world, 1.2 / world):.2f} of the parameters on a rank; "
+            f"{sum(_per_block(r) <= 2 for r in right)} of those with at most 2 collectives per block; "
+            f"{len(mine) - len(built)} not built."
         )
     return lines
 
 
+ORDINARY = ("sums of a row-parallel layer", "look-ups in parts of the vocabulary", "returned to the caller")
+
+
+def _per_block(r: dict[str, Any]) -> float:
+    inside = sum(n for (_, module, _), n in r["communicated"] if "*" in module)
+    return inside / max(r["layers"], 1)
+
+
+def _extra(r: dict[str, Any]) -> list[str]:
+    """What the collectives are for, of a model that has more of them than attention and feed-forward need."""
+    outside = sum(n for (_, module, _), n in r["communicated"] if "*" not in module)
+    if _per_block(r) <= 2 and outside <= 2:
+        return []
+    found: dict[str, int] = {}
+    for (kind, module, reason), n in r["communicated"]:
+        if reason not in ORDINARY:
+            name = f"{kind.replace('_', '-')} of {module or 'the result'}: {reason}"
+            found[name] = found.get(name, 0) + n
+    return [f"{n} {name}" for name, n in sorted(found.items(), key=lambda item: -item[1])]
+
+
 def _table(records: list[dict[str, Any]]) -> list[str]:
-    head = "| model | ranks | result | per rank | outputs | gradients | tokens | collectives, blocks | notes |"
-    return [head, "|---|---|---|---|---|---|---|---|---|", *(_row(r) for r in records)]
+    head = "| model | ranks | result | per rank | outputs | gradients | tokens | collectives | per block | notes |"
+    return [head, "|---|---|---|---|---|---|---|---|---|---|", *(_row(r) for r in records)]
 
 
 def _row(r: dict[str, Any]) -> str:
     if "fraction" not in r:
         reason = r.get("error", "").splitlines()[0][:160].replace("|", "/")
-        return f"| {r['name']} | {r['world']} | **{r['status']}** | | | | | | {reason} |"
+        return f"| {r['name']} | {r['world']} | **{r['status']}** | | | | | | | {reason} |"
     tokens = {True: "exact", False: "**differ**"}.get(r.get("tokens"), "")
     collectives = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in r["collectives"].items())
     notes = [f"whole: {name}: {reason}" for name, reason in _grouped(r["whole"])[:3]]
-    notes += [f"gathered: {reason}" for reason in r.get("gathered", [])[:3]]
+    notes += _extra(r)[:4]
     notes += [f"several graphs: {reason[:160]}" for reason in r.get("breaks", [])[:1]]
     notes += [r[key][:120] for key in ("no_gradients", "no_tokens") if key in r]
+    if r.get("rounded"):
+        notes.append(
+            f"gradients: rounding, for the unsharded float32 ones are {r['rounding']:.0e} from float64 ones; "
+            f"in float64 ours differ by {r['double']:.0e}"
+        )
     status = r["status"] if r["status"] == "ok" else f"**{r['status']}**"
     cells = (r["name"], r["world"], status, f"{r['fraction']:.3f}", f"{r['outputs']:.0e}", f"{r['gradients']:.0e}")
-    cells += (tokens, f"{collectives}; {r.get('layers', '')}", "; ".join(notes).replace("|", "/").replace("\n", " "))
+    cells += (tokens, collectives, f"{_per_block(r):.3g}", "; ".join(notes).replace("|", "/").replace("\n", " "))
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
