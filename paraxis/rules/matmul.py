@@ -129,11 +129,10 @@ def distances(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     for k, tensor in enumerate(call.inputs):
         for layout in layouts_on(call, given, k, tensor.ndim - 2):
             mine = Shard.of(tensor.ndim - 2, layout)
-            inputs = (mine, REPLICATE) if k == 0 else (REPLICATE, mine)
-            yield Strategy(inputs, (Shard.of(n - 2 + k, layout),))
+            yield Strategy((mine, REPLICATE) if k == 0 else (REPLICATE, mine), (Shard.of(n - 2 + k, layout),))
         for d in range(tensor.ndim - 2):
             out = d + n - tensor.ndim
             for layout in layouts_on(call, given, k, d):
                 if same_size(tensor.shape[d], call.out.shape[out]):
-                    inputs = (_batch(call.inputs[0], out, n, layout), _batch(call.inputs[1], out, n, layout))
-                    yield Strategy(inputs, (Shard.of(out, layout),))
+                    batch = [_batch(t, out, n, layout) for t in call.inputs]
+                    yield Strategy(tuple(batch), (Shard.of(out, layout),))

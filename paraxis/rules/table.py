@@ -22,6 +22,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import lcm
 from typing import Any
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
@@ -200,23 +201,48 @@ def _entries(text: str, line: str) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def table(*lines: str) -> Rule:
-    """A rule from lines such as ``"S(-1), R -> S(-1)"``; what they mean is said above, in this module's docstring.
+class Table:
+    """A rule made of lines."""
 
-    A line is offered where one of the inputs already is as the line has it: cut along exactly that dimension, or a sum.
-    """
-    parsed = [Line.parse(line) for line in lines]
-    if not parsed:
-        raise ValueError("a table needs at least one line")
+    def __init__(self, lines: Iterable[Line]) -> None:
+        self.lines = tuple(lines)
 
-    def rule(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    def __call__(self, call: Call, given: Sequence[Given]) -> Iterator[Strategy]:
         seen: set[Any] = set()
-        for line in parsed:
+        for line in self.lines:
             for strategy in line.offer(call, given):
                 key = strategy.inputs, strategy.outputs
                 if key not in seen:
                     seen.add(key)
                     yield strategy
 
-    rule.__doc__ = "\n".join(lines)
-    return rule
+    def __repr__(self) -> str:
+        return f"table({', '.join(repr(str(line)) for line in self.lines)})"
+
+    def structures(self, call: Call) -> dict[tuple[int, int], list[tuple[tuple[int, int], ...]]]:
+        """For each (input, dimension) that is cut only in segments or whole units: these, as (size, unit) per segment.
+
+        The solver cuts the parameters from which the input is computed in the same way.
+        """
+        found: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
+        for line in self.lines:
+            for i, (entry, tensor) in enumerate(zip(line.inputs, call.inputs)):
+                dim, size = entry.at(tensor), entry.size(tensor)
+                if entry.letter != "S" or dim is None or not isinstance(size, int):
+                    continue
+                values = [argument(call, name)[1] for name in line.local]
+                if all(type(v) is int and v > 0 and size % v == 0 for v in values):
+                    unit = lcm(*(size // v for v in values))
+                    found.setdefault((i, dim), []).append(((size, unit),) * entry.repeats)
+        plain = {key for key, structures in found.items() if any(s == ((s[0][0], 1),) for s in structures)}
+        return {key: structures for key, structures in found.items() if key not in plain}
+
+
+def table(*lines: str) -> Rule:
+    """A rule from lines such as ``"S(-1), R -> S(-1)"``; what they mean is said above, in this module's docstring.
+
+    A line is offered where one of the inputs already is as the line has it: cut along exactly that dimension, or a sum.
+    """
+    if not lines:
+        raise ValueError("a table needs at least one line")
+    return Table(map(Line.parse, lines))

@@ -67,7 +67,7 @@ def test_makes_calls_from_the_schema() -> None:
         exec(source, {})
         assert rule_for(head_softmax) is not None
     assert lines(source) >= {"S(-1) -> S(-1); num_heads", "S(-2) -> S(-2)"}
-    assert not any("S(-1) -> S(-1)" == line for line in lines(source))
+    assert not any(line == "S(-1) -> S(-1)" for line in lines(source))
 
 
 def calls_of_along_rows() -> list[Any]:
