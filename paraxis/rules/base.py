@@ -125,10 +125,10 @@ def register(*targets: Any, samples: Samples, free: bool = False) -> Callable[[R
 
     ``samples`` are calls of the operators (see :func:`sample`), or a function that returns them. Before it is
     registered, the rule is asked about each of them under many placements, on 2, 3 and 4 ranks; what it offers is
-    carried out on shards and compared with the whole. :class:`paraxis.UnsoundRuleError` is raised, and nothing is
-    registered, if a strategy is wrong, if an overload has no samples, or if no strategy with a sharded tensor came out
-    of them. Of operators that draw random numbers (``torch.Tag.nondeterministic_seeded``) the values cannot be
-    compared: the shapes are, and no element of a result may live on two ranks.
+    carried out on shards, and its values and gradients are compared with the whole. :class:`paraxis.UnsoundRuleError`
+    is raised, and nothing is registered, if a strategy is wrong, if an overload has no samples, or if no strategy with
+    a sharded tensor came out of them. Of operators that draw random numbers (``torch.Tag.nondeterministic_seeded``) the
+    values cannot be compared: the shapes are, and no element of a result may live on two ranks.
 
     The rules of this package name a family of sample calls instead, which the tests run.
 

@@ -12,6 +12,7 @@ import torch
 from ..errors import UnsoundRuleError
 from ..placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Shard
 from ..rules.base import FREE, Call, Given, Rule, Sample, Samples, Strategy, accepts_free, draws, rule_for
+from .gradients import gradient_problem
 from .run import Trial
 
 WORLDS = (2, 3, 4)
@@ -119,19 +120,21 @@ def check(
     rule: Rule | None = None,
     free: bool | None = None,
     skip_kinds: Sequence[str] = (),
+    gradients: Sequence[int] = (),
     **kwargs: Any,
 ) -> Report:
     """Try every strategy that a rule offers for a call: the registered one of ``target``, or ``rule``.
 
     The values are compared unless the call draws random numbers or has none. ``skip_kinds``: strategies that are
-    carried out by a parallel layer and not by the operator.
+    carried out by a parallel layer and not by the operator. ``gradients``: numbers of ranks on which the gradients of
+    the inputs are compared too.
     """
     use = rule or rule_for(target)
     if use is None:
         raise ValueError(f"{target} has no rule to check")
     free = accepts_free(target) if free is None else free
     benches = [Bench.of(Sample(target, args, kwargs), world, free) for world in worlds]
-    report = check_on(benches, use, values, skip_kinds)
+    report = check_on(benches, use, values, skip_kinds, gradients)
     report.calls = 1
     return report
 
@@ -151,7 +154,11 @@ class Bench:
 
 
 def check_on(
-    benches: Iterable[Bench], rule: Rule, values: bool | None = None, skip_kinds: Sequence[str] = ()
+    benches: Iterable[Bench],
+    rule: Rule,
+    values: bool | None = None,
+    skip_kinds: Sequence[str] = (),
+    gradients: Sequence[int] = (),
 ) -> Report:
     """Try what a rule offers on prepared calls."""
     report = Report()
@@ -170,12 +177,14 @@ def check_on(
                 key = (strategy.inputs, strategy.outputs)
                 if strategy.kind not in skip_kinds and key not in tried:
                     tried.add(key)
-                    _try(trial, strategy, compare, report)
+                    _try(trial, strategy, compare, call.world in gradients, report)
     return report
 
 
-def _try(trial: Trial, strategy: Strategy, values: bool, report: Report) -> None:
+def _try(trial: Trial, strategy: Strategy, values: bool, gradients: bool, report: Report) -> None:
     found = trial.problem(strategy, values)
+    if found is None and values and gradients and trial.fits(strategy):
+        found = gradient_problem(trial, strategy)
     inputs, outputs = tuple(map(str, strategy.inputs)), tuple(map(str, strategy.outputs))
     if found is not None:
         shapes = ", ".join("×".join(map(str, t.shape)) or "scalar" for t in trial.call.inputs)
@@ -214,7 +223,7 @@ def _prove(targets: Sequence[Any], rule: Rule, calls: Sequence[Sample], free: bo
             raise UnsoundRuleError(f"there is no sample call of {target}: nothing shows that its rule is right")
         report = Report()
         for sample in mine:
-            report.add(check(target, *sample.args, rule=rule, free=free, **sample.kwargs))
+            report.add(check(target, *sample.args, rule=rule, free=free, gradients=WORLDS[:2], **sample.kwargs))
         if report.wrong:
             more = f" (and {len(report.wrong) - 1} more)" if len(report.wrong) > 1 else ""
             raise UnsoundRuleError(f"the rule is wrong for {report.wrong[0]}{more}")

@@ -9,7 +9,7 @@ import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
@@ -26,11 +26,23 @@ def indices(layout: Layout, size: int, rank: int) -> list[int]:
     return [i for i in range(size) if any(a <= i % layout.period < b for a, b in layout.ranges[rank])]
 
 
+@lru_cache(maxsize=4096)
+def _held(layout: Layout, size: int, rank: int) -> torch.Tensor:
+    return torch.tensor(indices(layout, size, rank), dtype=torch.long)
+
+
+def mesh(shape: Sequence[int], placement: Placement, rank: int) -> tuple[torch.Tensor, ...]:
+    """The elements of a tensor that a rank holds, as an index, which may be used on any device."""
+    box = placement.dims if isinstance(placement, Shard) else {}
+    held = [_held(box[d], n, rank) if d in box else torch.arange(n) for d, n in enumerate(shape)]
+    return torch.meshgrid(*held, indexing="ij") if held else ()
+
+
 def cut(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor:
     """The box of a rank."""
     if isinstance(placement, Shard):
         for dim, layout in placement.layouts:
-            tensor = tensor.index_select(dim, torch.tensor(indices(layout, tensor.shape[dim], rank), dtype=torch.long))
+            tensor = tensor.index_select(dim, _held(layout, tensor.shape[dim], rank).to(tensor.device))
     return tensor
 
 
@@ -39,9 +51,9 @@ def terms(tensor: torch.Tensor, world: int) -> list[torch.Tensor]:
     if tensor.dtype == torch.bool:
         return [tensor, *[torch.zeros_like(tensor)] * (world - 1)]
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        rest = [torch.randn(tensor.shape, dtype=tensor.dtype) for _ in range(world - 1)]
+        rest = [torch.randn(tensor.shape, dtype=tensor.dtype).to(tensor.device) for _ in range(world - 1)]
     else:
-        rest = [torch.randint(0, 5, tensor.shape).to(tensor.dtype) for _ in range(world - 1)]
+        rest = [torch.randint(0, 5, tensor.shape).to(tensor) for _ in range(world - 1)]
     return [tensor - reduce(operator.add, rest), *rest]
 
 
@@ -55,27 +67,27 @@ def assemble(parts: list[torch.Tensor], placement: Placement, whole: torch.Tenso
     if isinstance(placement, Partial):
         return reduce(operator.add, parts)
     result = torch.zeros_like(parts[0].new_empty(whole.shape))
-    written = torch.zeros(whole.shape, dtype=torch.bool)
+    written = torch.zeros(whole.shape, dtype=torch.bool, device=parts[0].device)
     for rank in range(world):
-        box = placement.dims if isinstance(placement, Shard) else {}
-        index = [indices(box[d], n, rank) if d in box else list(range(n)) for d, n in enumerate(whole.shape)]
-        mesh = torch.meshgrid(*[torch.tensor(i, dtype=torch.long) for i in index], indexing="ij") if index else ()
         if not parts[rank].numel():
             continue
-        old, seen = result[mesh], written[mesh]
+        index = mesh(whole.shape, placement, rank)
+        old, seen = result[index], written[index]
         if bool(seen.any()) and not same(torch.where(seen, old, parts[rank]), parts[rank]):
             return f"rank {rank} disagrees with another rank that holds the same elements"
-        result[mesh], written[mesh] = parts[rank], True
+        result[index], written[index] = parts[rank], True
     return result if bool(written.all()) else "some elements are on no rank"
 
 
 def same(a: torch.Tensor, b: torch.Tensor, loose: bool = False) -> bool:
-    """Equal, up to the rounding of float64; ``loose``: of float32."""
+    """Equal, up to the rounding of the dtype; ``loose``: of float32."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not (a.dtype.is_floating_point or a.dtype.is_complex):
         return bool(torch.equal(a, b))
     error = 1e-4 if loose or a.dtype not in (torch.float64, torch.complex128) else 1e-9
+    if a.dtype in (torch.float16, torch.bfloat16):
+        error = 3e-2
     return bool(torch.allclose(a, b, rtol=error, atol=error, equal_nan=True))
 
 
@@ -122,23 +134,36 @@ class Trial:
         """The solver's own test, without which it does not use a strategy: the layouts divide the sizes."""
         return _fit(self.call.inputs, strategy.inputs) and _fit(self.call.outputs, strategy.outputs)
 
-    def carry_out(self, inputs: Sequence[Placement], localize: Localize | None = None) -> list[list[torch.Tensor]]:
-        """The results of every rank, its inputs placed like this."""
-        world, target = self.call.world, self.call.target
+    @property
+    def loose(self) -> bool:
+        """Whether there is no more than float32 to compare."""
+        return any(t.dtype == torch.float32 for t in (*self.tensors, *self.whole))
+
+    def placed(self, inputs: Sequence[Placement]) -> list[list[torch.Tensor]]:
+        """What every rank has of the inputs, placed like this."""
+        world = self.call.world
+        summed = {i: terms(t, world) for i, t in enumerate(self.tensors) if isinstance(inputs[i], Partial)}
+        return [
+            [summed[i][rank] if i in summed else cut(t, inputs[i], rank) for i, t in enumerate(self.tensors)]
+            for rank in range(world)
+        ]
+
+    def run(
+        self, tensors: Sequence[torch.Tensor], localize: Localize | None = None, rank: int = 0
+    ) -> list[torch.Tensor]:
+        """The results of the call with other tensors, as a rank makes it."""
+        target, mine = self.call.target, iter(tensors)
         if target is aten.view.default:  # as the rewriter does: a shard may not be contiguous where the whole was
             target = aten.reshape.default
-        summed = {i: terms(t, world) for i, t in enumerate(self.tensors) if isinstance(inputs[i], Partial)}
-        results = []
-        for rank in range(world):
-            mine = iter(
-                [summed[i][rank] if i in summed else cut(t, inputs[i], rank) for i, t in enumerate(self.tensors)]
-            )
-            a, k = pytree.tree_map(lambda x, mine=mine: next(mine) if is_tensor(x) else x, (self.args, self.kwargs))
-            function, a = target, list(a)
-            if localize is not None:
-                function, a, k = localize(function, a, k, rank)
-            results.append(tensors_in(function(*a, **k)))
-        return results
+        a, k = pytree.tree_map(lambda x: next(mine) if is_tensor(x) else x, (self.args, self.kwargs))
+        a = list(a)
+        if localize is not None:
+            target, a, k = localize(target, a, k, rank)
+        return tensors_in(target(*a, **k))
+
+    def carry_out(self, inputs: Sequence[Placement], localize: Localize | None = None) -> list[list[torch.Tensor]]:
+        """The results of every rank, its inputs placed like this."""
+        return [self.run(tensors, localize, rank) for rank, tensors in enumerate(self.placed(inputs))]
 
     def problem(self, strategy: Strategy, values: bool = True) -> str | None:
         """What is wrong with a strategy, if anything. ``values=False``: only shapes are compared."""
@@ -177,8 +202,7 @@ class Trial:
         got = assemble(parts, placement, self.whole[output])
         if isinstance(got, str):
             return got
-        loose = any(t.dtype == torch.float32 for t in self.tensors)
-        if values and not same(got, self.whole[output], loose):
+        if values and not same(got, self.whole[output], self.loose):
             return "the shards together are not the result"
         return None
 

@@ -43,7 +43,12 @@ def _mixes_everything(x: torch.Tensor) -> torch.Tensor:
     return x * x.square().mean().sqrt()
 
 
+def _clipped_backward(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
 gate = _define("gate", _gate)
+clipped_backward = _define("clipped_backward", _clipped_backward)
 head_softmax = _define("head_softmax", _head_softmax)
 scale_rows = _define("scale_rows", _scale_rows)
 along_rows = _define("along_rows", _along_rows)
@@ -98,3 +103,4 @@ def _heads_backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 torch.library.register_autograd("paraxis_tests::gate", _gate_backward, setup_context=_remember)
 torch.library.register_autograd("paraxis_tests::head_softmax", _heads_backward, setup_context=_heads_remember)
+torch.library.register_autograd("paraxis_tests::clipped_backward", lambda ctx, grad: grad / grad.norm())

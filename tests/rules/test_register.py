@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import ast
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rules.operators import along_rows, both, gate, head_softmax, noise, secret_noise
+from rules.operators import along_rows, both, clipped_backward, gate, head_softmax, noise, secret_noise
 from rules.test_soundness import BROKEN
 
 import paraxis
@@ -132,6 +132,18 @@ def test_every_built_in_rule_names_a_family() -> None:
     assert set(_rules) == set(_families) and set(_families.values()) <= set(FAMILIES)
 
 
+def test_a_backward_that_does_not_come_apart_is_refused() -> None:
+    """Elementwise forward, but a backward that looks at the whole gradient."""
+    calls = [sample(clipped_backward, f(4, 6))]
+    with pytest.raises(paraxis.UnsoundRuleError, match="gradient of input 0"):
+        paraxis.register_rule(clipped_backward, samples=calls)(table("S(0) -> S(0)"))
+
+
 def test_rules_do_not_import_the_tool() -> None:
-    code = "import sys, paraxis, paraxis.rules; assert not any('soundness' in m for m in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    """Only when a rule is registered from outside: importing Paraxis does not load it."""
+    root = Path(paraxis.__file__).parent
+    for file in root.rglob("*.py"):
+        if "soundness" not in file.parts:
+            for node in ast.parse(file.read_text()).body:
+                if isinstance(node, ast.ImportFrom):
+                    assert "soundness" not in (node.module or ""), file
