@@ -26,6 +26,8 @@ _EXPORTS = {
     "CaptureError": "capture",
     "CheckpointError": "weights.errors",
     "CollectiveError": "errors",
+    "UnsoundRuleError": "errors",
+    "register_rule": "rules",
     "ensure_divisibility": "placement",
 }
 
@@ -36,10 +38,11 @@ if TYPE_CHECKING:
     from .capture import CaptureError
     from .compile import parallelize_backend
     from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
-    from .errors import CollectiveError
+    from .errors import CollectiveError, UnsoundRuleError
     from .meta import MetaAwareMethodsPatcher, initialize_parameter_meta, move_model_to_device
     from .placement import ensure_divisibility
     from .plan import Plan
+    from .rules import register_rule
     from .sharded import ShardedTensor
     from .weights.errors import CheckpointError
 

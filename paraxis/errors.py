@@ -8,3 +8,10 @@ class CollectiveError(RuntimeError):
 
     The message names the collective, the tensor and the rank; the backend's own error is the cause.
     """
+
+
+class UnsoundRuleError(ValueError):
+    """A rule was refused: one of its strategies does not give the operator's result, or nothing shows that they do.
+
+    The message names the operator, the number of ranks, the placements and what is wrong.
+    """

@@ -2,9 +2,11 @@
 
 from . import (
     attention,
+    base,
     convolution,
     factory,
     grouped,
+    image,
     indexing,
     loss,
     matmul,
@@ -14,18 +16,46 @@ from . import (
     split,
     view,
 )
-from .base import FREE, Call, Free, Given, Strategy, Tensor, accepts_free, register, replicated, rule_for, same_size
+from .base import (
+    FREE,
+    Call,
+    Free,
+    Given,
+    Rule,
+    Sample,
+    Strategy,
+    Tensor,
+    accepts_free,
+    register,
+    register_rule,
+    replicated,
+    rule_for,
+    same_size,
+    sample,
+    temporary_rules,
+    unregister,
+)
+from .table import table
+
+base._built_in = False  # from here on, a rule is checked when it is registered
 
 __all__ = [
     "FREE",
     "Call",
     "Free",
     "Given",
+    "Rule",
+    "Sample",
     "Strategy",
     "Tensor",
     "accepts_free",
     "register",
+    "register_rule",
     "replicated",
     "rule_for",
     "same_size",
+    "sample",
+    "table",
+    "temporary_rules",
+    "unregister",
 ]

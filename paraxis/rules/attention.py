@@ -12,7 +12,7 @@ from .base import Call, Given, Strategy, draws, register
 aten = torch.ops.aten
 
 
-@register(aten.scaled_dot_product_attention.default)
+@register(aten.scaled_dot_product_attention.default, samples="attention")
 def attention(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Heads (and batch) side by side. With grouped queries, each rank needs the KV heads of its query heads."""
     query, key = call.inputs[:2]

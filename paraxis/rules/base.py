@@ -12,8 +12,9 @@ by each rank for its own part, and the engine treats it as shared (see :mod:`par
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -92,32 +93,97 @@ class Strategy:
 
 Rule = Callable[[Call, Sequence[Given]], Iterable[Strategy]]
 
+
+class Sample(NamedTuple):
+    """A call of an operator with real tensors, on which its rule is carried out and compared with the whole."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def sample(target: Any, *args: Any, **kwargs: Any) -> Sample:
+    """A call to check a rule on, written like the call itself: ``sample(torch.ops.my.gate.default, a, b)``.
+
+    Tensors in float64 show the most, and dimensions of different sizes from four on can be cut in the most ways.
+    """
+    return Sample(target, args, kwargs)
+
+
+Samples = str | Iterable[Sample] | Callable[[], Iterable[Sample]]
+
 _rules: dict[Any, Rule] = {}
 _accepts_free: set[Any] = set()
+_families: dict[Any, str] = {}
+"""For operators with a built-in rule, the family of sample calls in :mod:`paraxis.soundness` that the tests run."""
+_built_in = True
+"""While the modules of this package register theirs."""
 
 
-def register(*targets: Any, free: bool = False) -> Callable[[Rule], Rule]:
-    """Register a rule for operators, given as overloads or as packets (all their overloads).
+def register(*targets: Any, samples: Samples, free: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule for operators, given as overloads or as packets (all their overloads that write nothing).
+
+    ``samples`` are calls of the operators (see :func:`sample`), or a function that returns them. Before it is
+    registered, the rule is asked about each of them under many placements, on 2, 3 and 4 ranks; what it offers is
+    carried out on shards, and its values and gradients are compared with the whole. :class:`paraxis.UnsoundRuleError`
+    is raised, and nothing is registered, if a strategy is wrong, if an overload has no samples, or if no strategy with
+    a sharded tensor came out of them. Of operators that draw random numbers (``torch.Tag.nondeterministic_seeded``) the
+    values cannot be compared: the shapes are, and no element of a result may live on two ranks.
+
+    The rules of this package name a family of sample calls instead, which the tests run.
 
     ``free=True`` says that the rule handles :data:`FREE` inputs itself; otherwise it is called once for every
-    candidate placement of a parameter.
+    candidate placement of a parameter. A later rule for an operator replaces the earlier one.
     """
 
     def decorate(rule: Rule) -> Rule:
-        for target in targets:
-            for overload in _overloads(target):
-                _rules[overload] = rule
-                if free:
-                    _accepts_free.add(overload)
+        overloads = [overload for target in targets for overload in _overloads(target)]
+        if not (_built_in and isinstance(samples, str)):
+            from ..soundness.check import prove
+
+            prove(overloads, rule, samples, free)
+        for overload in overloads:
+            unregister(overload)
+            _rules[overload] = rule
+            if free:
+                _accepts_free.add(overload)
+            if isinstance(samples, str):
+                _families[overload] = samples
         return rule
 
     return decorate
 
 
+register_rule = register
+
+
+def unregister(target: Any) -> None:
+    """Forget the rule of an operator, if it has one: it is computed whole from now on."""
+    for overload in _overloads(target):
+        _rules.pop(overload, None)
+        _families.pop(overload, None)
+        _accepts_free.discard(overload)
+
+
+@contextmanager
+def temporary_rules() -> Iterator[None]:
+    """What is registered or unregistered inside lasts until the end of the block: for tests and for trying."""
+    before = dict(_rules), set(_accepts_free), dict(_families)
+    try:
+        yield
+    finally:
+        for registry, saved in zip((_rules, _accepts_free, _families), before):
+            registry.clear()  # type: ignore[attr-defined]
+            registry.update(saved)  # type: ignore[attr-defined]
+
+
 def _overloads(target: Any) -> Iterator[Any]:
+    target = getattr(target, "_opoverload", target)  # what torch.library.custom_op returns
     if isinstance(target, torch._ops.OpOverloadPacket):
         for name in target.overloads():
-            yield getattr(target, name)
+            overload = getattr(target, name)
+            if not overload._schema.is_mutable:  # what writes into memory is never asked about
+                yield overload
     else:
         yield target
 

@@ -14,7 +14,7 @@ from .base import Call, Given, Strategy, layouts_on, register
 aten = torch.ops.aten
 
 
-@register(aten.convolution.default, free=True)
+@register(aten.convolution.default, samples="convolution", free=True)
 def convolution(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """The channels of a plain one may be split on either side; a grouped one is as many small ones side by side."""
     data, weight = call.inputs[0], call.inputs[1]

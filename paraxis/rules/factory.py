@@ -18,6 +18,9 @@ aten = torch.ops.aten
     aten.zeros,
     aten.ones,
     aten.empty,
+    aten.empty_strided,
+    aten.empty_permuted,
+    aten.randperm,
     aten.scalar_tensor,
     aten.rand,
     aten.randn,
@@ -30,6 +33,7 @@ aten = torch.ops.aten
     aten.tril_indices,
     aten.triu_indices,
     whole_op,
+    samples="factory",
 )
 def whole(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Nothing beyond the replicated strategy. For the results the caller reads, that is their meaning."""

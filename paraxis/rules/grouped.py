@@ -24,7 +24,7 @@ def _operators() -> list[Any]:
     return found if fallback is None else [*found, fallback.default]
 
 
-@register(*_operators(), free=True)
+@register(*_operators(), samples="grouped", free=True)
 def grouped_mm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """``x[rows of e] @ w[e]``: every expert split by width, on the way in (columns) or on the way out (rows)."""
     if len(call.inputs) != 3 or call.inputs[0].ndim != 2 or call.inputs[1].ndim != 3:

@@ -12,7 +12,7 @@ from .base import FREE, Call, Given, Strategy, is_one, is_partial, normalize_dim
 aten = torch.ops.aten
 
 
-@register(aten.embedding.default, free=True)
+@register(aten.embedding.default, samples="lookup", free=True)
 def embedding(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """A table split by token id: each rank looks up its own ids and the results add up."""
     table, ids = given
@@ -31,7 +31,7 @@ def embedding(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         yield Strategy((REPLICATE, ids), (ids,))
 
 
-@register(aten.index.Tensor)
+@register(aten.index.Tensor, samples="lookup")
 def index(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Dimensions of the source that no index touches keep their layouts."""
     placement, indices = given[0], call.args[1]
@@ -53,7 +53,7 @@ def index(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     yield Strategy((placement, *[REPLICATE] * (len(given) - 1)), (Shard.of(box),))
 
 
-@register(aten.index_select.default)
+@register(aten.index_select.default, samples="lookup")
 def index_select(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Like index, on one dimension."""
     placement, dim = given[0], normalize_dim(call.args[1], call.inputs[0].ndim)
@@ -63,7 +63,7 @@ def index_select(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         yield Strategy((placement, REPLICATE), (placement,))
 
 
-@register(aten.gather.default)
+@register(aten.gather.default, samples="lookup")
 def gather(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Both sharded alike on dimensions of the same size that are not gathered along."""
     source, ids = call.inputs
@@ -79,7 +79,7 @@ def gather(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
             yield Strategy((placement, placement), (placement,))
 
 
-@register(aten.index_put.default)
+@register(aten.index_put.default, samples="lookup")
 def index_put(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Rows written or added at positions of the first dimensions; the others keep their layouts. A linear map."""
     target, values, indices = call.inputs[0], call.inputs[-1], call.args[1]
@@ -104,3 +104,45 @@ def index_put(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         rows = {d: x for d, x in rows.items() if not is_one(values.shape[d])}
         row = Shard.of(rows) if rows else REPLICATE
         yield Strategy((Shard.of(box), *[REPLICATE] * len(touched), row), (Shard.of(box),))
+
+
+@register(aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two, samples="lookup")
+def scatter(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """All sharded alike on dimensions of the same size that are not scattered along."""
+    target = call.inputs[0]
+    dim = normalize_dim(call.args[1], target.ndim)
+    sums = call.target in (aten.scatter.src, aten.scatter_add.default)
+    if sums and (is_partial(given[0]) or is_partial(given[2])):
+        yield Strategy((PARTIAL, REPLICATE, PARTIAL), (PARTIAL,))  # a linear map of both
+    for placement in dict.fromkeys(given):
+        if isinstance(placement, Shard) and dim not in placement.dims:
+            if all(same_size(target.shape[d], t.shape[d]) for t in call.inputs for d in placement.dims if t.ndim > d):
+                yield Strategy((placement,) * len(call.inputs), (placement,))
+
+
+@register(aten.index_add.default, aten.index_copy.default, samples="lookup")
+def index_add(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Rows added or written along one dimension; target and rows sharded alike on the others. A linear map of both."""
+    dim = normalize_dim(call.args[1], call.inputs[0].ndim)
+    if is_partial(given[0]) or is_partial(given[2]):
+        yield Strategy((PARTIAL, REPLICATE, PARTIAL), (PARTIAL,))
+    for placement in dict.fromkeys([given[0], given[2]]):
+        if isinstance(placement, Shard) and dim not in placement.dims:
+            yield Strategy((placement, REPLICATE, placement), (placement,))
+
+
+@register(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, samples="lookup")
+def index_fill(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """One value along one dimension; the others may be sharded."""
+    placement = given[0]
+    if isinstance(placement, Shard) and normalize_dim(call.args[1], call.inputs[0].ndim) not in placement.dims:
+        yield Strategy((placement, *[REPLICATE] * (len(given) - 1)), (placement,))
+
+
+@register(aten.histc.default, samples="lookup")
+def histogram(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Between bounds that are given, the counts of all elements are the sum of the counts of the shards."""
+    (placement,) = given
+    low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)
+    if isinstance(placement, Shard) and not placement.has_copies and isinstance(low, (int, float)) and high > low:
+        yield Strategy((placement,), (PARTIAL,))

@@ -12,7 +12,7 @@ from .base import Call, Given, Strategy, register
 aten = torch.ops.aten
 
 
-@register(aten.cross_entropy_loss.default)
+@register(aten.cross_entropy_loss.default, samples="loss")
 def cross_entropy(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Classes split over the ranks: the replace pass puts the vocabulary-parallel loss here.
 

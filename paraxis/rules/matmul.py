@@ -7,19 +7,19 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import Call, Given, Strategy, Tensor, layouts_on, register
+from .base import Call, Given, Strategy, Tensor, layouts_on, register, same_size
 
 aten = torch.ops.aten
 
 
-@register(aten.linear.default, free=True)
+@register(aten.linear.default, samples="matmul", free=True)
 def linear(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """``x @ w.T + b``: column (w by output), row (w by input), or x by rows with w whole."""
     bias = len(call.inputs) > 2
     yield from _product(call, given, x=0, w=1, w_in=1, w_out=0, bias=2 if bias else None)
 
 
-@register(aten.addmm.default, free=True)
+@register(aten.addmm.default, samples="matmul", free=True)
 def addmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """``b + x @ w``: a linear layer that stores its weight transposed."""
     if call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1 or call.inputs[0].ndim != 1:
@@ -54,7 +54,7 @@ def _product(
         yield strategy(px, REPLICATE, REPLICATE, px)
 
 
-@register(aten.matmul.default, aten.mm.default, aten.bmm.default)
+@register(aten.matmul.default, aten.mm.default, aten.bmm.default, samples="matmul")
 def matmul(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Batch dimensions side by side, rows of the left, columns of the right, or the contraction, as partial sums."""
     left, right = call.inputs
@@ -92,7 +92,7 @@ def _batch(tensor: Tensor, out_dim: int, n: int, layout: Layout) -> Placement:
     return Shard.of(dim, layout)
 
 
-@register(aten.baddbmm.default)
+@register(aten.baddbmm.default, samples="matmul")
 def baddbmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """``beta * c + alpha * a @ b``: sharded on the batch."""
     addend, left, right = call.inputs
@@ -103,3 +103,36 @@ def baddbmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         if dim == tensor.ndim - 3:
             batch = [_batch(t, 0, 3, layout) for t in (addend, left, right)]
             yield Strategy(tuple(batch), (Shard.of(0, layout),))
+
+
+@register(aten.linalg_solve_triangular.default, samples="matmul")
+def solve_triangular(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Matrices of a batch side by side; of one system, the right-hand sides that are not multiplied together."""
+    n, left = call.out.ndim, call.kwargs.get("left", True)
+    side = n - 1 if left else n - 2
+    for tensor, placement in zip(call.inputs, given, strict=True):
+        if not isinstance(placement, Shard) or len(placement.layouts) != 1:
+            continue
+        dim, layout = placement.layouts[0]
+        out = dim + n - tensor.ndim
+        if out < n - 2 and same_size(tensor.shape[dim], call.out.shape[out]):
+            batch = [_batch(t, out, n, layout) for t in call.inputs]
+            yield Strategy(tuple(batch), (Shard.of(out, layout),))
+        elif tensor is call.inputs[1] and out == side:
+            yield Strategy((REPLICATE, placement), (Shard.of(out, layout),))
+
+
+@register(aten._cdist_forward.default, samples="matmul")
+def distances(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Every point of the left from every one of the right: either may be split, not the coordinates."""
+    n = call.out.ndim
+    for k, tensor in enumerate(call.inputs):
+        for layout in layouts_on(call, given, k, tensor.ndim - 2):
+            mine = Shard.of(tensor.ndim - 2, layout)
+            yield Strategy((mine, REPLICATE) if k == 0 else (REPLICATE, mine), (Shard.of(n - 2 + k, layout),))
+        for d in range(tensor.ndim - 2):
+            out = d + n - tensor.ndim
+            for layout in layouts_on(call, given, k, d):
+                if same_size(tensor.shape[d], call.out.shape[out]):
+                    batch = [_batch(t, out, n, layout) for t in call.inputs]
+                    yield Strategy(tuple(batch), (Shard.of(out, layout),))

@@ -41,6 +41,11 @@ _COPIES = [
     aten.feature_dropout,
     aten.native_dropout,
     aten.masked_fill,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
+    aten.polar.default,
+    aten.real.default,
+    aten.imag.default,
     aten.zeros_like,
     aten.ones_like,
     aten.full_like,
@@ -55,7 +60,7 @@ _LINEAR = {"to", "_to_copy", "contiguous", "clone", "alias", "detach", "lift_fre
 """Of one tensor: the operator of a sum is the sum of the operator."""
 
 
-@register(*_pointwise_ops(), *_COPIES, free=True)
+@register(*_pointwise_ops(), *_COPIES, samples="pointwise", free=True)
 def pointwise(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Follow each sharded input; the others are brought to the same box, less the dimensions they broadcast."""
     ndim = call.out.ndim

@@ -33,7 +33,7 @@ def _keepdim(call: Call) -> bool:
     return call.out.ndim == call.inputs[0].ndim
 
 
-@register(aten.sum, aten.mean)
+@register(aten.sum, aten.mean, samples="reduction")
 def linear_reduction(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Over a sharded dimension, a sum of the ranks' sums: only the small result is ever communicated."""
     (placement,) = given
@@ -75,9 +75,13 @@ def _local_mean(
     aten.prod,
     aten.var,
     aten.std,
+    aten.var_mean,
+    aten.std_mean,
+    aten.median.dim,
     aten.logsumexp,
     aten.linalg_vector_norm.default,
     aten.norm.ScalarOpt_dim,
+    samples="reduction",
 )
 def other_reduction(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Over dimensions that are not sharded."""
@@ -95,19 +99,25 @@ def other_reduction(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     aten._log_softmax.default,
     aten.cumsum.default,
     aten.cumprod.default,
+    aten.cummax.default,
+    aten.cummin.default,
+    aten.logcumsumexp.default,
     aten.flip.default,
     aten.roll.default,
+    samples="line",
 )
 def along(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Each line along the dimension by itself; the other dimensions may be sharded."""
     placement = given[0]
     name = call.target._schema.name.removeprefix("aten::")
     dims = _dims(call, 2 if name == "roll" else 1)
+    if is_partial(placement) and name in ("cumsum", "flip", "roll"):
+        yield Strategy((PARTIAL,), (PARTIAL,))
     if isinstance(placement, Shard) and not dims & set(placement.dims):
         yield Strategy((placement,), (placement,) * len(call.outputs))
 
 
-@register(aten.topk.default, aten.sort)
+@register(aten.topk.default, aten.kthvalue.default, aten.sort, samples="line")
 def order(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Sorting along a dimension that is not sharded."""
     (placement,) = given
@@ -115,6 +125,19 @@ def order(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     if call.target is aten.sort.stable:
         dim = call.kwargs.get("dim", -1)
     else:
-        dim = call.arg(2 if name == "topk" else 1, "dim", -1)
-    if isinstance(placement, Shard) and normalize_dim(dim, n) not in placement.dims:
-        yield Strategy((placement,), (placement,) * len(call.outputs))
+        dim = call.arg(2 if name in ("topk", "kthvalue") else 1, "dim", -1)
+    dim = normalize_dim(dim, n)
+    if isinstance(placement, Shard) and dim not in placement.dims:
+        out = placement if _keepdim(call) else _kept(placement, {dim}, False)
+        yield Strategy((placement,), (out,) * len(call.outputs))
+
+
+@register(aten.glu.default, samples="line")
+def glu(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """One half times the sigmoid of the other: along that dimension, halves that are cut alike stay together."""
+    (placement,) = given
+    dim = normalize_dim(call.arg(1, "dim", -1), call.inputs[0].ndim)
+    if isinstance(placement, Shard):
+        layout, half = placement.dims.get(dim), call.out.shape[dim]
+        if layout is None or (isinstance(half, int) and layout.fits(half)):
+            yield Strategy((placement,), (placement,))

@@ -23,7 +23,15 @@ def pieces(call: Call) -> tuple[int, list[int]] | None:
     return (dim, sizes) if all(isinstance(s, int) for s in sizes) else None
 
 
-@register(aten.split_with_sizes, aten.split, aten.chunk, aten.tensor_split, aten.unsafe_chunk, aten.unsafe_split)
+@register(
+    aten.split_with_sizes,
+    aten.split,
+    aten.chunk,
+    aten.tensor_split,
+    aten.unsafe_chunk,
+    aten.unsafe_split,
+    samples="split",
+)
 def split(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Each piece takes its part of the layout."""
     (placement,), found = given, pieces(call)
@@ -56,7 +64,7 @@ def _local_split(
     return aten.split_with_sizes.default, [args[0], local, dim], {}
 
 
-@register(aten.unbind.int)
+@register(aten.unbind.int, samples="split")
 def unbind(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """A dimension becomes a tuple; the others keep their layouts."""
     (placement,) = given
@@ -64,7 +72,7 @@ def unbind(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     yield from _without(placement, dim, len(call.outputs))
 
 
-@register(aten.select.int)
+@register(aten.select.int, samples="split")
 def select(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """One index of a dimension that is not sharded."""
     (placement,) = given
@@ -102,7 +110,7 @@ def bounds(call: Call) -> tuple[int, int, int] | None:
     return dim, start, max(start, stop)
 
 
-@register(aten.slice.Tensor)
+@register(aten.slice.Tensor, samples="split")
 def slice_(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """A range of a dimension: of a sharded one, each rank takes what it holds of the range."""
     (placement,) = given
@@ -152,7 +160,7 @@ def _is_empty(shape: tuple[Any, ...]) -> bool:
     return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0
 
 
-@register(aten.cat.default)
+@register(aten.cat.default, samples="split")
 def cat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Along another dimension all pieces share a box; along the sharded one the result is packed."""
     real = [t for t in call.inputs if not _is_empty(t.shape)]
@@ -192,7 +200,7 @@ def _packed(call: Call, given: Sequence[Given], dim: int, skip: list[bool]) -> S
     return Strategy(inputs, (out,))  # type: ignore[arg-type]
 
 
-@register(aten.stack.default)
+@register(aten.stack.default, samples="split")
 def stack(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """A new dimension; all pieces share a box."""
     dim = normalize_dim(call.arg(1, "dim", 0), call.out.ndim)
@@ -203,17 +211,19 @@ def stack(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         yield Strategy((placement,) * len(given), (out,))
 
 
-@register(aten.constant_pad_nd.default)
+@register(aten.constant_pad_nd.default, samples="split")
 def pad(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Padding of dimensions that are not sharded."""
     (placement,), n = given, call.inputs[0].ndim
     widths = call.args[1]
+    if is_partial(placement) and not call.arg(2, "value", 0):
+        yield Strategy((PARTIAL,), (PARTIAL,))
     padded = {n - 1 - k for k in range(len(widths) // 2) if widths[2 * k] or widths[2 * k + 1]}
     if isinstance(placement, Shard) and not padded & set(placement.dims):
         yield Strategy((placement,), (placement,))
 
 
-@register(aten.slice_scatter.default, aten.select_scatter.default)
+@register(aten.slice_scatter.default, aten.select_scatter.default, samples="split")
 def scatter_part(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """A part of a dimension that is not sharded is replaced. A linear map of both."""
     dim = normalize_dim(call.arg(2, "dim", 0), call.inputs[0].ndim)
@@ -227,3 +237,44 @@ def scatter_part(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         if box and dim not in box:
             inner = Shard.of({d - (gone and d > dim): x for d, x in box.items()})
             yield Strategy((Shard.of(box), inner), (Shard.of(box),))
+
+
+@register(aten.narrow.default, samples="split")
+def narrow(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """A range of a dimension that is not sharded."""
+    (placement,) = given
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if isinstance(placement, Shard) and normalize_dim(call.args[1], call.inputs[0].ndim) not in placement.dims:
+        yield Strategy((placement,), (placement,))
+
+
+@register(aten.unfold.default, samples="split")
+def windows(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Windows along a dimension that is not sharded, as a new last one."""
+    (placement,) = given
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if isinstance(placement, Shard) and normalize_dim(call.args[1], call.inputs[0].ndim) not in placement.dims:
+        yield Strategy((placement,), (placement,))
+
+
+@register(aten.diagonal.default, samples="split")
+def diagonal(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Two dimensions become one, the last; the others keep their layouts."""
+    (placement,), n = given, call.inputs[0].ndim
+    gone = {normalize_dim(call.arg(2, "dim1", 0), n), normalize_dim(call.arg(3, "dim2", 1), n)}
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if isinstance(placement, Shard) and not gone & set(placement.dims):
+        yield Strategy((placement,), (Shard.of({d - sum(g < d for g in gone): x for d, x in placement.layouts}),))
+
+
+@register(aten.tril.default, aten.triu.default, samples="split")
+def triangle(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """A part of every matrix is kept: the matrices side by side. A linear map."""
+    (placement,) = given
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if isinstance(placement, Shard) and all(d < call.inputs[0].ndim - 2 for d in placement.dims):
+        yield Strategy((placement,), (placement,))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, Layout, Placement, Shard
-from .base import Call, Given, Strategy, is_partial, normalize_dim, register, same_size
+from .base import Call, Given, Strategy, is_one, is_partial, normalize_dim, register, same_size
 
 aten = torch.ops.aten
 
@@ -119,7 +119,9 @@ def _unflatten(layout: Layout, right: list[int], target: Sequence[Any]) -> dict[
     return None
 
 
-@register(aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten, aten.unflatten)
+@register(
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten, aten.unflatten, samples="view"
+)
 def reshape(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Carry the layout through the groups; a sum stays a sum."""
     (placement,) = given
@@ -198,7 +200,17 @@ def _permutation(call: Call) -> list[int]:
     return order
 
 
-@register(aten.permute, aten.transpose, aten.t, aten.numpy_T, aten.mT, aten.swapaxes, aten.swapdims, aten.movedim)
+@register(
+    aten.permute,
+    aten.transpose,
+    aten.t,
+    aten.numpy_T,
+    aten.mT,
+    aten.swapaxes,
+    aten.swapdims,
+    aten.movedim,
+    samples="view",
+)
 def permute(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Dimensions change their places, and their layouts with them."""
     (placement,) = given
@@ -209,7 +221,7 @@ def permute(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         yield Strategy((placement,), (Shard.of({order.index(d): x for d, x in placement.layouts}),))
 
 
-@register(aten.unsqueeze.default, aten.squeeze)
+@register(aten.unsqueeze.default, aten.squeeze, samples="view")
 def squeeze(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Dimensions of size one come and go."""
     (placement,) = given
@@ -237,7 +249,7 @@ def _exact_squeeze(
     return aten.squeeze.dims, [args[0], dims], {}
 
 
-@register(aten.expand.default)
+@register(aten.expand.default, aten.broadcast_to.default, samples="view")
 def expand(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """A dimension of size one grows. Ranks that hold the same elements may each make their part of the new ones."""
     (placement,) = given
@@ -288,10 +300,28 @@ def _local_expand(
     return target, [args[0], sizes], kwargs
 
 
-@register(aten.repeat.default)
+@register(aten.expand_as.default, samples="view")
+def expand_as(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Follow either tensor; the first has no layout where it grows."""
+    source, like = call.inputs
+    lift = like.ndim - source.ndim
+    boxes = [{d + lift: x for d, x in given[0].layouts}] if isinstance(given[0], Shard) else []
+    boxes += [given[1].dims] if isinstance(given[1], Shard) else []
+    for box in boxes:
+        if all(
+            d < lift or same_size(source.shape[d - lift], like.shape[d]) or is_one(source.shape[d - lift]) for d in box
+        ):
+            grows = {d for d in box if d < lift or not same_size(source.shape[d - lift], like.shape[d])}
+            mine = Shard.of({d - lift: x for d, x in box.items() if d not in grows})
+            yield Strategy((mine, Shard.of(box)), (Shard.of(box),))
+
+
+@register(aten.repeat.default, samples="view")
 def repeat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
-    """Copies along a dimension: a layout repeats by itself."""
+    """Copies along a dimension: a layout repeats by itself, and a sum stays a sum."""
     (placement,) = given
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
     if not isinstance(placement, Shard):
         return
     source = call.inputs[0]
@@ -304,7 +334,7 @@ def repeat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     yield Strategy((placement,), (Shard.of(box),))
 
 
-@register(aten.view_as_complex.default, aten.view_as_real.default)
+@register(aten.view_as_complex.default, aten.view_as_real.default, samples="view")
 def complex_view(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Pairs of numbers in a last dimension become complex ones, or the reverse."""
     (placement,) = given

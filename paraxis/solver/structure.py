@@ -18,6 +18,7 @@ from ..placement import REPLICATE, Layout, Shard
 from ..rules import Call, rule_for
 from ..rules.grouped import grouped_mm, unit
 from ..rules.split import bounds, pieces, stride
+from ..rules.table import Table
 from ..rules.view import groups
 from .program import Program, Step, Value
 
@@ -94,6 +95,10 @@ class Candidates:
                 self._aligned(step.inputs[i], dim, call.inputs[i].shape[dim], unit(call))
         if call.target not in _RESHAPES and any(self._demands.get(v) for v in step.outputs):
             self._visit_any(step, call)
+        rule = rule_for(call.target)
+        if isinstance(rule, Table):  # it says itself what it wants
+            for (i, dim), structures in rule.structures(call).items():
+                self._add(step.inputs[i], dim, structures)
 
     def _visit_reshape(self, step: Step, call: Call) -> None:
         """One dimension unflattened: each factor may be the one to split, the outermost first."""
@@ -163,12 +168,14 @@ class Candidates:
         rule = rule_for(call.target)
         if rule is None:
             return
+        wanted = rule.structures(call) if isinstance(rule, Table) else {}
         for i, value in enumerate(step.inputs):
             tensor = call.inputs[i]
             for dim, size in enumerate(tensor.shape):
                 if not isinstance(size, int) or size < 2:
                     continue
-                probe = Layout.of(size, [[(0, 1)], [(1, size)]])
+                unit = wanted[i, dim][0][0][1] if (i, dim) in wanted else 1
+                probe = Layout.of(size, [[(0, unit)], [(unit, size)]])
                 for out, out_dim in self._follow(call, rule, i, dim, probe):
                     demand = self._demands.get(step.outputs[out], {}).get(out_dim)
                     if demand:

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rules.operators import head_softmax, packed_gate
 from solver.programs import traced
 
 from paraxis.placement import Layout
+from paraxis.rules import register, sample, table, temporary_rules
 from paraxis.solver import Candidates, Program, Value
 from paraxis.solver.structure import Structure, layouts_of, refine
 
@@ -207,3 +209,21 @@ def test_a_table_may_be_uneven_in_its_rows() -> None:
     Candidates(program)
     (step,) = [s for s in program.steps if s.call is not None]
     assert step.call is not None and step.call.layouts[0, 0] == (Layout.even(13, 2),)
+
+
+def test_tables_say_what_stays_together() -> None:
+    """Heads that an operator counts, and segments that it takes apart, reach the weight."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return packed_gate(head_softmax(F.linear(x, w), 12))
+
+    x = torch.rand(4, 12, dtype=torch.float64)
+    with temporary_rules():
+        register(head_softmax, samples=[sample(head_softmax, x, 6)])(table("S(-1) -> S(-1); num_heads"))
+        register(packed_gate, samples=[sample(packed_gate, x)])(table("S(-1 x2) -> S(-1)", "S(0) -> S(0)"))
+        program = traced(function, [torch.empty(4, 8)], [torch.empty(60, 8)], 4)
+        candidates = Candidates(program)
+        (weight,) = program.parameters
+        assert candidates.structures(weight, 0, 60) == [((30, 5), (30, 5))]
+        (layout, *_) = candidates.layouts(weight, 0, 60)
+        assert [layout.local_size(60, rank) for rank in range(4)] == [20, 20, 10, 10]

@@ -1,138 +1,18 @@
-"""Sample calls of every operator family that has a rule: (operator, arguments, keyword arguments)."""
+"""Sample calls of operators that change shapes: views, splits, reductions, look-ups."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from ..rules.base import Sample
+from ..rules.base import sample as call
+from .draw import b, f, i
+
 aten = torch.ops.aten
-Sample = tuple[Any, tuple[Any, ...], dict[str, Any]]
-
-
-def f(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64)
-
-
-def i(high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(high, shape)
-
-
-def b(*shape: int) -> torch.Tensor:
-    return torch.rand(shape) > 0.5
-
-
-def call(op: Any, *args: Any, **kwargs: Any) -> Sample:
-    return op, args, kwargs
-
-
-def pointwise() -> list[Sample]:
-    return [
-        call(aten.add.Tensor, f(4, 8), f(4, 8)),
-        call(aten.add.Tensor, f(4, 8), f(8), alpha=3),
-        call(aten.add.Tensor, f(4, 8), 2),
-        call(aten.add.Tensor, f(4, 8), b(4, 8)),
-        call(aten.sub.Tensor, f(4, 1, 8), f(6, 1)),
-        call(aten.rsub.Scalar, f(4, 8), 1.0),
-        call(aten.mul.Tensor, f(2, 4, 8), f(4, 1)),
-        call(aten.mul.Tensor, f(4, 8), torch.tensor(3.0, dtype=torch.float64)),
-        call(aten.mul.Scalar, f(4, 8), 0.5),
-        call(aten.div.Tensor, f(4, 8), f(4, 8)),
-        call(aten.div.Tensor, f(4, 8), 3.0),
-        call(aten.div.Tensor, i(9, 4, 8), i(9, 4, 8) + 1),
-        call(aten.div.Tensor_mode, f(4, 8), f(4, 8), rounding_mode="floor"),
-        call(aten.div.Scalar_mode, i(90, 4, 8), 4, rounding_mode="trunc"),
-        call(aten.neg.default, f(4, 8)),
-        call(aten.pow.Tensor_Scalar, f(4, 8), 2),
-        call(aten.where.self, b(4, 1), f(4, 8), f(8)),
-        call(aten.where.self, b(1, 8), f(4, 8), torch.tensor(0.0, dtype=torch.float64)),
-        call(aten.masked_fill.Scalar, f(2, 4, 8), b(4, 8), -1e9),
-        call(aten.masked_fill.Scalar, f(2, 4, 8), b(2, 1, 1), 0),
-        call(aten.masked_fill.Tensor, f(4, 8), b(4, 8), torch.tensor(1.0, dtype=torch.float64)),
-        call(aten.clamp.default, f(4, 8), -0.5, 0.5),
-        call(aten.clamp.Tensor, f(4, 8), f(8), f(4, 8) + 3),
-        call(aten.to.dtype, f(4, 8), torch.float32),
-        call(aten._to_copy.default, f(4, 8).float(), dtype=torch.float64),
-        call(aten._to_copy.default, i(9, 4, 8), dtype=torch.float32),
-        call(aten._to_copy.default, f(4, 8), dtype=torch.int64),
-        call(aten.type_as.default, f(4, 8), f(4, 8).float()),
-        call(aten.type_as.default, f(8), f(8, 4).float()),
-        call(aten.type_as.default, f(4, 8), f(16, 8).float()),
-        call(aten.to.other, f(8), i(9, 8, 4)),
-        call(aten.contiguous.default, f(4, 8)),
-        call(aten.clone.default, f(4, 8)),
-        call(aten.copy.default, f(4, 8), f(4, 8).float()),
-        call(aten.copy.default, f(4, 8), f(8)),
-        call(aten.alias.default, f(4, 8)),
-        call(aten.detach.default, f(4, 8)),
-        call(aten.lift_fresh_copy.default, f(4, 8)),
-        call(aten.zeros_like.default, f(4, 8)),
-        call(aten.ones_like.default, f(4, 8)),
-        call(aten.full_like.default, f(4, 8), 2.0),
-        call(aten.dropout.default, f(4, 8), 0.5, False),
-        call(aten.native_dropout.default, f(4, 8), 0.5, False),
-        call(aten.feature_dropout.default, f(2, 4, 8), 0.5, False),
-        call(aten.gelu.default, f(4, 8), approximate="tanh"),
-        call(aten.silu.default, f(6, 8)),
-        call(aten.lerp.Scalar, f(4, 8), f(8), 0.3),
-        call(aten.addcmul.default, f(4, 8), f(8), f(4, 1), value=2),
-        call(aten.relu.default, f(5)),
-        call(aten.relu.default, f()),
-    ]
-
-
-def matmuls() -> list[Sample]:
-    return [
-        call(aten.linear.default, f(2, 3, 8), f(12, 8)),
-        call(aten.linear.default, f(2, 8), f(12, 8), f(12)),
-        call(aten.linear.default, f(8), f(6, 8), f(6)),
-        call(aten.linear.default, f(4, 8), f(8)),
-        call(aten.addmm.default, f(12), f(4, 8), f(8, 12)),
-        call(aten.addmm.default, f(1), f(4, 8), f(8, 12)),
-        call(aten.addmm.default, f(4, 12), f(4, 8), f(8, 12)),
-        call(aten.addmm.default, f(12), f(4, 8), f(8, 12), beta=2, alpha=0.5),
-        call(aten.matmul.default, f(4, 8), f(8, 6)),
-        call(aten.matmul.default, f(2, 4, 8), f(2, 8, 6)),
-        call(aten.matmul.default, f(2, 4, 6, 8), f(2, 1, 8, 6)),
-        call(aten.matmul.default, f(4, 6, 8), f(8, 12)),
-        call(aten.matmul.default, f(6, 8), f(4, 8, 12)),
-        call(aten.matmul.default, f(8), f(8, 12)),
-        call(aten.matmul.default, f(8), f(4, 8, 12)),
-        call(aten.matmul.default, f(4, 8), f(8)),
-        call(aten.mm.default, f(4, 8), f(8, 6)),
-        call(aten.bmm.default, f(4, 6, 8), f(4, 8, 6)),
-        call(aten.baddbmm.default, f(4, 6, 2), f(4, 6, 8), f(4, 8, 2), beta=0.5, alpha=2),
-        call(aten.baddbmm.default, f(1, 6, 2), f(4, 6, 8), f(4, 8, 2)),
-        call(aten.baddbmm.default, f(2), f(4, 6, 8), f(4, 8, 2)),
-        call(aten.baddbmm.default, f(6, 4), f(8, 6, 2), f(8, 2, 4)),
-    ]
-
-
-def grouped() -> list[Sample]:
-    import transformers.integrations.moe  # noqa: F401 -- defines the operator
-
-    op = torch.ops.transformers.grouped_mm_fallback.default
-    ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
-    return [call(op, f(7, 8), f(4, 8, 12), ends), call(op, f(7, 6), f(4, 6, 4), ends)]
-
-
-def convolutions() -> list[Sample]:
-    def conv(x: Any, w: Any, bias: Any, groups: int = 1, transposed: bool = False, stride: int = 1) -> Sample:
-        n = x.ndim - 2
-        fixed = ([stride] * n, [1] * n, [1] * n, transposed, [0] * n, groups)
-        return call(aten.convolution.default, x, w, bias, *fixed)
-
-    return [
-        conv(f(4, 8, 6), f(12, 8, 3), f(12)),
-        conv(f(2, 8, 6, 6), f(4, 8, 3, 3), None, stride=2),
-        conv(f(2, 8, 6), f(8, 1, 3), f(8), groups=8),
-        conv(f(2, 8, 6), f(12, 2, 3), None, groups=4),
-        conv(f(2, 8, 6), f(8, 12, 3), f(12), transposed=True),
-        conv(f(2, 8, 6), f(8, 3, 3), f(12), groups=4, transposed=True),
-    ]
 
 
 def views() -> list[Sample]:
+    """Reshapes, permutations, expansions."""
     return [
         call(aten.view.default, f(2, 4, 24), [2, 4, 4, 6]),
         call(aten.view_as_complex.default, f(4, 6, 2)),
@@ -190,10 +70,15 @@ def views() -> list[Sample]:
         call(aten.repeat.default, f(4, 6), [1, 2]),
         call(aten.repeat.default, f(4, 6), [2, 3, 1]),
         call(aten.repeat.default, f(4, 6), [4, 1]),
+        call(aten.broadcast_to.default, f(4, 1, 6), [4, 8, 6]),
+        call(aten.expand_as.default, f(4, 1), f(4, 6)),
+        call(aten.expand_as.default, f(6), f(4, 6)),
+        call(aten.expand_as.default, f(4, 6), f(4, 6)),
     ]
 
 
 def splits() -> list[Sample]:
+    """Cutting and joining."""
     return [
         call(aten.slice_scatter.default, f(4, 8), f(4, 3), 1, 2, 5),
         call(aten.slice_scatter.default, f(6, 4, 8), f(3, 4, 8), 0, 0, 6, 2),
@@ -237,10 +122,18 @@ def splits() -> list[Sample]:
         call(aten.constant_pad_nd.default, f(4, 6, 8), [1, 2]),
         call(aten.constant_pad_nd.default, f(4, 6, 8), [0, 0, 1, 0], 2.0),
         call(aten.constant_pad_nd.default, f(4, 6, 8), [-1, 0]),
+        call(aten.narrow.default, f(4, 6, 8), 1, 2, 3),
+        call(aten.unfold.default, f(4, 6, 8), 1, 3, 2),
+        call(aten.unfold.default, f(4, 6, 8), -1, 2, 2),
+        call(aten.diagonal.default, f(4, 6, 8, 5), 1, 1, -1),
+        call(aten.diagonal.default, f(6, 8, 4)),
+        call(aten.tril.default, f(4, 6, 8), 1),
+        call(aten.triu.default, f(4, 3, 6, 8)),
     ]
 
 
 def reductions() -> list[Sample]:
+    """Fewer elements."""
     return [
         call(aten.sum.default, f(4, 6)),
         call(aten.sum.dim_IntList, f(4, 6, 8), [1]),
@@ -281,10 +174,18 @@ def reductions() -> list[Sample]:
         call(aten.linalg_vector_norm.default, f(4, 6), 2, [1]),
         call(aten.linalg_vector_norm.default, f(4, 6)),
         call(aten.norm.ScalarOpt_dim, f(4, 6), 2, [1], True),
+        call(aten.var_mean.correction, f(4, 6, 8), [1], correction=0, keepdim=True),
+        call(aten.var_mean.dim, f(4, 6, 8), [-1]),
+        call(aten.var_mean.default, f(4, 6)),
+        call(aten.std_mean.correction, f(4, 6, 8), [0, 2]),
+        call(aten.std_mean.dim, f(4, 6), [0]),
+        call(aten.std_mean.default, f(4, 6)),
+        call(aten.median.dim, f(4, 6, 8), 1),
     ]
 
 
 def lines() -> list[Sample]:
+    """Along a dimension."""
     return [
         call(aten.softmax.int, f(4, 6), -1),
         call(aten._softmax.default, f(4, 6, 8), 1, False),
@@ -300,15 +201,18 @@ def lines() -> list[Sample]:
         call(aten.sort.default, f(4, 6)),
         call(aten.sort.default, f(4, 6), 0, True),
         call(aten.sort.stable, f(4, 6), stable=True, dim=0),
-        call(aten.layer_norm.default, f(4, 6, 8), [8], f(8), f(8)),
-        call(aten.layer_norm.default, f(4, 6, 8), [6, 8]),
-        call(aten.native_layer_norm.default, f(4, 6, 8), [8], f(8), f(8), 1e-5),
-        call(aten.rms_norm.default, f(4, 6, 8), [8], f(8)),
-        call(aten.rms_norm.default, f(4, 6, 8), [8], None, 1e-6),
+        call(aten.cummax.default, f(4, 6, 8), 1),
+        call(aten.cummin.default, f(4, 6), -1),
+        call(aten.logcumsumexp.default, f(4, 6), 0),
+        call(aten.kthvalue.default, f(4, 6, 8), 2, 1),
+        call(aten.kthvalue.default, f(4, 6, 8), 3, -1, True),
+        call(aten.glu.default, f(4, 8, 6), 1),
+        call(aten.glu.default, f(4, 8)),
     ]
 
 
 def lookups() -> list[Sample]:
+    """Reading and writing at indices."""
     return [
         call(aten.index_put.default, f(6, 8), [i(6, 5)], f(5, 8)),
         call(aten.index_put.default, f(6, 8), [torch.randperm(6)], f(6, 8), True),
@@ -331,34 +235,19 @@ def lookups() -> list[Sample]:
         call(aten.gather.default, f(4, 6), 1, i(6, 4, 3)),
         call(aten.gather.default, f(4, 6), 0, i(4, 2, 6)),
         call(aten.gather.default, f(4, 6, 8), -1, i(8, 2, 6, 3)),
+        call(aten.scatter.value, f(4, 6, 8), 1, i(6, 4, 3, 8), 2.0),
+        call(aten.scatter.value, f(4, 6), 0, i(4, 2, 6), 0.5),
+        call(aten.scatter.src, f(4, 6), 1, torch.rand(4, 6).argsort(1), f(4, 6)),
+        call(aten.scatter.src, f(4, 6), 1, torch.rand(4, 6).argsort(1)[:, :3], f(4, 5)),
+        call(aten.scatter_add.default, f(4, 6, 8), -1, i(8, 4, 6, 12), f(4, 6, 12)),
+        call(aten.scatter_add.default, f(4, 6), 0, i(4, 3, 6), f(5, 6)),
+        call(aten.scatter_reduce.two, f(4, 6), 1, i(6, 4, 9), f(4, 9), "amax"),
+        call(aten.scatter_reduce.two, f(4, 6), 0, i(4, 9, 6), f(9, 6), "mean", include_self=False),
+        call(aten.index_add.default, f(4, 6, 8), 1, i(6, 3), f(4, 3, 8)),
+        call(aten.index_add.default, f(6, 8), 0, i(6, 9), f(9, 8), alpha=2),
+        call(aten.index_copy.default, f(4, 6, 8), 1, torch.randperm(6)[:3], f(4, 3, 8)),
+        call(aten.index_fill.int_Scalar, f(4, 6, 8), 1, i(6, 3), 2.0),
+        call(aten.index_fill.int_Tensor, f(4, 6, 8), -1, i(8, 3), f()),
+        call(aten.histc.default, f(4, 6), 8, -1, 1),
+        call(aten.histc.default, i(8, 12).double(), 8, 0, 7),
     ]
-
-
-def attentions() -> list[Sample]:
-    sdpa = aten.scaled_dot_product_attention.default
-    return [
-        call(sdpa, f(2, 4, 6, 8), f(2, 4, 5, 8), f(2, 4, 5, 8)),
-        call(sdpa, f(2, 4, 6, 8), f(2, 4, 6, 8), f(2, 4, 6, 4), None, 0.0, True),
-        call(sdpa, f(2, 8, 6, 8), f(2, 4, 6, 8), f(2, 4, 6, 8), None, 0.0, True, enable_gqa=True),
-        call(sdpa, f(2, 8, 6, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), None, 0.0, False, scale=0.3, enable_gqa=True),
-        call(sdpa, f(2, 8, 6, 8), f(2, 1, 6, 8), f(2, 1, 6, 8), enable_gqa=True),
-        call(sdpa, f(2, 4, 6, 8), f(2, 4, 5, 8), f(2, 4, 5, 8), b(6, 5)),
-        call(sdpa, f(2, 4, 6, 8), f(2, 4, 5, 8), f(2, 4, 5, 8), f(2, 1, 6, 5)),
-        call(sdpa, f(2, 4, 6, 8), f(2, 4, 5, 8), f(2, 4, 5, 8), f(1, 4, 6, 5)),
-        call(sdpa, f(4, 6, 8), f(4, 5, 8), f(4, 5, 8)),
-        call(sdpa, f(6, 8), f(5, 8), f(5, 8)),
-    ]
-
-
-FAMILIES = {
-    "pointwise": pointwise,
-    "matmul": matmuls,
-    "view": views,
-    "split": splits,
-    "reduction": reductions,
-    "line": lines,
-    "lookup": lookups,
-    "attention": attentions,
-    "grouped": grouped,
-    "convolution": convolutions,
-}

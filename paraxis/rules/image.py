@@ -1,0 +1,124 @@
+"""Images and signals: operators that treat every channel of every example by itself, along its last dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from ..placement import PARTIAL, REPLICATE, Layout, Shard
+from .base import Call, Given, Strategy, is_partial, layouts_on, register
+
+aten = torch.ops.aten
+
+
+def _spatial(call: Call) -> int:
+    """The number of last dimensions that the operator works along, which its name says: ``avg_pool2d``."""
+    return next(n for n in (1, 2, 3) if f"{n}d" in call.target._schema.name)
+
+
+def _channels(call: Call, given: Sequence[Given], sums: bool) -> Iterable[Strategy]:
+    placement = given[0]
+    if sums and is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,) * len(call.outputs))
+    kept = call.inputs[0].ndim - _spatial(call)
+    if isinstance(placement, Shard) and all(d < kept for d in placement.dims):
+        if all(all(layout.ranges) for _, layout in placement.layouts):  # some refuse to work on nothing
+            yield Strategy((placement,), (placement,) * len(call.outputs))
+
+
+@register(
+    aten.avg_pool1d.default,
+    aten.avg_pool2d.default,
+    aten.avg_pool3d.default,
+    aten.adaptive_avg_pool1d.default,
+    aten.adaptive_avg_pool2d.default,
+    aten.adaptive_avg_pool3d.default,
+    aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool3d.default,
+    aten.reflection_pad1d.default,
+    aten.reflection_pad2d.default,
+    aten.reflection_pad3d.default,
+    aten.replication_pad1d.default,
+    aten.replication_pad2d.default,
+    aten.replication_pad3d.default,
+    aten.upsample_nearest1d,
+    aten.upsample_nearest2d,
+    aten.upsample_nearest3d,
+    aten.upsample_linear1d,
+    aten.upsample_bilinear2d,
+    aten.upsample_bicubic2d,
+    aten.upsample_trilinear3d,
+    samples="image",
+)
+def resample(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Averages, copies and interpolations: batch and channels may be split, and a sum stays a sum."""
+    yield from _channels(call, given, sums=True)
+
+
+@register(
+    aten.max_pool1d.default,
+    aten.max_pool2d.default,
+    aten.max_pool3d.default,
+    aten.max_pool1d_with_indices.default,
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool3d_with_indices.default,
+    aten.adaptive_max_pool1d.default,
+    aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default,
+    samples="image",
+)
+def max_pool(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """The largest of each window, and where it was inside its own channel: batch and channels may be split."""
+    yield from _channels(call, given, sums=False)
+
+
+@register(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, aten.grid_sampler.default, samples="image")
+def grid_sampler(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Points of each image: images with their points, channels with all points, and points by themselves."""
+    image, grid = given
+    if is_partial(image):
+        yield Strategy((PARTIAL, REPLICATE), (PARTIAL,))
+    for layout in dict.fromkeys([*layouts_on(call, given, 0, 0), *layouts_on(call, given, 1, 0)]):
+        if all(layout.ranges):
+            yield Strategy((Shard.of(0, layout),) * 2, (Shard.of(0, layout),))
+    for layout in layouts_on(call, given, 0, 1):
+        if all(layout.ranges):
+            yield Strategy((Shard.of(1, layout), REPLICATE), (Shard.of(1, layout),))
+    if isinstance(grid, Shard) and grid.layouts and all(0 < d < call.inputs[1].ndim - 1 for d in grid.dims):
+        if all(all(layout.ranges) for _, layout in grid.layouts):
+            yield Strategy((REPLICATE, grid), (Shard.of({d + 1: x for d, x in grid.layouts}),))
+
+
+@register(aten.im2col.default, aten.col2im.default, samples="image")
+def patches(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """Windows as columns and back: the values of a channel's window lie together in the channel dimension."""
+    (placement,) = given
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    out = call.target is aten.im2col.default
+    window = prod(call.args[1 if out else 2])
+    channels = call.inputs[0].ndim - (3 if out else 2)
+    if not isinstance(placement, Shard) or any(d > channels for d in placement.dims):
+        return
+    box: dict[int, Layout] = {}
+    for d, layout in placement.layouts:
+        moved = layout if d != channels else layout.scale(window) if out else layout.unscale(window)
+        if moved is None or not all(layout.ranges):
+            return
+        box[d] = moved
+    yield Strategy((placement,), (Shard.of(box),))
+
+
+@register(aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default, samples="image")
+def fourier(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+    """A linear map along some dimensions; the others may be split."""
+    (placement,), n = given, call.inputs[0].ndim
+    dims: Any = {d % n for d in call.args[1]}
+    if is_partial(placement):
+        yield Strategy((PARTIAL,), (PARTIAL,))
+    if isinstance(placement, Shard) and not dims & set(placement.dims):
+        if all(all(layout.ranges) for _, layout in placement.layouts):
+            yield Strategy((placement,), (placement,))
