@@ -43,8 +43,10 @@ def _pairs(given: Sequence[Given], n: int) -> Iterable[tuple[Shard, Shard]]:
 
 
 def _aligned(q: Shard, k: Shard, q_shape: Sequence[int], k_shape: Sequence[int], n: int) -> bool:
-    """Whether each rank's query heads attend exactly to its KV heads."""
+    """Whether each rank's query heads attend exactly to its KV heads, and it has some: kernels may not take none."""
     heads = n - 3
+    if not all(all(x.ranges) for p in (q, k) for _, x in p.layouts):
+        return False
     if {d: x for d, x in q.layouts if d != heads} != {d: x for d, x in k.layouts if d != heads}:
         return False
     if any(not q.dims[d].fits(q_shape[d]) for d in q.dims) or any(not k.dims[d].fits(k_shape[d]) for d in k.dims):

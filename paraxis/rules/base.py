@@ -190,13 +190,23 @@ def _overloads(target: Any) -> Iterator[Any]:
 
 def rule_for(target: Any) -> Rule | None:
     """The rule of an operator, or None: then it is computed whole."""
-    if getattr(target, "pointwise", False) is True:  # a function with its own backward, elementwise in both
-        target = torch.ops.aten.relu.default
-    return _rules.get(target)
+    return _rules.get(_known(target))
 
 
 def accepts_free(target: Any) -> bool:
-    return target in _accepts_free
+    return _known(target) in _accepts_free
+
+
+def _known(target: Any) -> Any:
+    """The operator whose rule it is: of any elementwise one for a function with its own backward that is elementwise in
+    both, and for operators that torch calls elementwise but had not loaded when the rules were."""
+    if target in _rules:
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        pointwise = torch.Tag.pointwise in target.tags and not target._schema.is_mutable
+    else:
+        pointwise = getattr(target, "pointwise", False) is True
+    return torch.ops.aten.relu.default if pointwise else target
 
 
 def replicated(call: Call) -> Strategy:

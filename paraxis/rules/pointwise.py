@@ -28,6 +28,7 @@ def _pointwise_ops() -> list[Any]:
 
 
 _COPIES = [
+    aten.leaky_relu.default,  # not every torch calls it pointwise
     aten.to,
     aten._to_copy,
     aten.type_as,

@@ -29,7 +29,7 @@ class Picture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.third = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 4, 1)
+        self.first, self.second, self.third = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 32, 3), nn.Conv2d(32, 12, 1)
         self.batch, self.group = nn.BatchNorm2d(32), nn.GroupNorm(8, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,6 @@ WITHOUT = {
         "_adaptive_avg_pool2d_backward", "avg_pool2d_backward", "convolution_backward", "embedding_dense_backward",
         "max_pool2d_with_indices_backward", "native_group_norm_backward", "native_layer_norm_backward",
     ),
-    "results that are no tensors": ("_local_scalar_dense", "sym_numel", "sym_size", "sym_storage_offset", "sym_stride"),
     "sizes of results that depend on the data": ("nonzero",),
     "works on memory, of which a shard has another": ("as_strided",),
     "takes as many values as a mask has before: the ranks do not know": ("masked_scatter",),
@@ -27,13 +26,13 @@ WITHOUT = {
 
 
 def core() -> Iterator[Any]:
-    for name in dir(aten):
-        packet = getattr(aten, name)
-        if isinstance(packet, torch._ops.OpOverloadPacket):
-            for overload in packet.overloads():
-                op = getattr(packet, overload)
-                if torch.Tag.core in op.tags and not op._schema.is_mutable:
-                    yield op
+    """The core operators that give tensors and write into none."""
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, _, name = schema.name.partition("::")
+        if namespace == "aten" and not schema.is_mutable and any("Tensor" in str(r.type) for r in schema.returns):
+            op = getattr(getattr(aten, name), schema.overload_name or "default", None)
+            if op is not None and torch.Tag.core in op.tags:
+                yield op
 
 
 def test_core_operators_have_a_rule_or_a_reason() -> None:

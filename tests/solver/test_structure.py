@@ -157,7 +157,8 @@ def test_unequal_segments_of_grouped_queries() -> None:
 
     for world in (2, 4):
         parts = [(16, Layout.even(16, world, 2)), *[(4, Layout.even(4, world, 2))] * 2]
-        assert rows(attention, 8, 24, world) == [Layout.concat(parts)]
+        queries_only = [parts[0], *[(4, Layout.full(world))] * 2]
+        assert rows(attention, 8, 24, world) == [Layout.concat(parts), Layout.concat(queries_only)]
 
 
 def test_gate_and_up_in_one() -> None:
