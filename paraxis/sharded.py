@@ -384,7 +384,11 @@ class _Full(torch.autograd.Function):
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor behind ``tensor`` (itself, if it is not sharded); differentiable."""
-    return _Unwrap.apply(tensor) if isinstance(tensor, ShardedTensor) else tensor  # type: ignore[no-any-return]
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return tensor._local
+    return _Unwrap.apply(tensor)  # type: ignore[no-any-return]
 
 
 def wrap(local: torch.Tensor, placement: Placement, size: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:

@@ -1,8 +1,9 @@
 """Collectives on local tensors: what the differentiable ones are made of.
 
 They are torch's functional collectives, which a compiler can trace and a ``fake`` process group can run,
-made to fail in plain words. None of them changes its input, none of them is differentiable, and on a single
-rank all of them return the input itself.
+made to fail in plain words; CPU ranks of one machine meet in shared memory instead (see
+:mod:`paraxis.distributed.host`). None of them changes its input, none of them is differentiable, and on a
+single rank all of them return the input itself.
 
 How long a rank waits for the others is the timeout of the process group
 (``init_process_group(timeout=...)``). With gloo a failure is raised by the collective that failed; NCCL runs
@@ -24,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _resolve_proc
 
 from ..errors import CollectiveError
 from ..placement import ensure_divisibility
+from .host import Host, host_of
 
 _ops = torch.ops._c10d_functional
 
@@ -166,9 +168,19 @@ def _backend(group_name: str, device_type: str) -> str:
 # -- the collectives ----------------------------------------------------------------------------------------
 
 
+def _host(tensor: torch.Tensor, group: dist.ProcessGroup) -> Host | None:
+    """Shared memory, where gloo would carry a CPU tensor between processes of one machine."""
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    return host_of(group) if _backend(group.group_name, "cpu") == "gloo" else None
+
+
 @_collective
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp = "sum") -> torch.Tensor:
     """The sum (or ``op``) over the ranks, elementwise, on every rank."""
+    host = _host(tensor, group)
+    if host is not None:
+        return host.all_reduce(tensor, op)
     return _ops.wait_tensor(_ops.all_reduce(tensor, op, group.group_name))
 
 
@@ -180,11 +192,14 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) ->
         # Gloo's functional all-gather takes the memory to be the host's, and crashes.
         parts = [_ops.broadcast(dense(tensor), rank, group.group_name) for rank in range(world)]
         return torch.cat([_ops.wait_tensor(part) for part in parts], dim)
-    whole = _ops.wait_tensor(_ops.all_gather_into_tensor(dense(tensor), world, group.group_name))
-    if dim == 0:
-        return whole
+    host = _host(tensor, group)
+    if host is not None:
+        whole = host.all_gather(tensor)
+    else:
+        flat = _ops.wait_tensor(_ops.all_gather_into_tensor(dense(tensor), world, group.group_name))
+        whole = flat.unflatten(0, (world, tensor.shape[0]))
     # No copy if all dimensions before `dim` have size one, as in decoding a single token.
-    return whole.unflatten(0, (world, tensor.shape[0])).movedim(0, dim).flatten(dim, dim + 1)
+    return whole.movedim(0, dim).flatten(dim, dim + 1)
 
 
 @_collective
@@ -194,11 +209,16 @@ def reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = -1
     ensure_divisibility(tensor.shape[dim], world, dim=f"dimension {dim} of a reduce_scatter")
     if _backend(group.group_name, tensor.device.type) in ("gloo", "mpi"):
         # These have none, or one that is an all-reduce inside.
-        summed = _ops.wait_tensor(_ops.all_reduce(tensor, "sum", group.group_name))
+        host = _host(tensor, group)
+        summed = host.all_reduce(tensor, "sum") if host is not None else _sum(tensor, group)
         return dense(split(summed, group, dim))
     if dim != 0:
         tensor = tensor.unflatten(dim, (world, tensor.shape[dim] // world)).movedim(dim, 0).flatten(0, 1)
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(dense(tensor), "sum", world, group.group_name))
+
+
+def _sum(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return _ops.wait_tensor(_ops.all_reduce(tensor, "sum", group.group_name))
 
 
 @_collective

@@ -118,6 +118,8 @@ class _ParallelLinear(nn.Module):
         """The local bias of a sharded one, wherever the plan has put it."""
         if not isinstance(self.bias, ShardedTensor):
             return self.bias
+        if self.bias.placement == target:
+            return unwrap(self.bias)
         return redistribute(unwrap(self.bias), self.bias.placement, target, self.bias.shape, self.group)
 
     def extra_repr(self) -> str:
@@ -165,7 +167,7 @@ class ColumnParallelLinear(_ParallelLinear):
                 input = differentiable_all_gather_reduce_scatter(input, self.group, SEQUENCE_DIM)
             else:
                 input = differentiable_identity(input, self.group)
-        output = self._matmul(input, self._bias(Shard.of(0, self.layout)))
+        output = self._matmul(input, None if self.bias is None else self._bias(Shard.of(0, self.layout)))
         if not self.gather_output:
             return output
         placement = Shard.of(output.ndim - 1, self.layout)
