@@ -72,6 +72,8 @@ class _Search:
     def __init__(self, program: Program, candidates: Candidates, model: CostModel, keep_sharded: bool) -> None:
         self.program, self.candidates, self.model = program, candidates, model
         self.keep_sharded = keep_sharded
+        self.returned = tuple(v for step in program.steps if step.call is None for v in step.inputs)
+        self._leaving = set(self.returned)
         self.sizes: dict[Value, int] = {}
         self.optimal = True
         self._splittable: dict[Value, bool] = {}
@@ -79,14 +81,15 @@ class _Search:
         self._placements: list[Given] = []
 
     def run(self) -> Solution:
-        last = {v: i for i, step in enumerate(self.program.steps) for v in step.inputs}
+        last = {v: i for i, step in enumerate(self.program.steps) if step.call for v in step.inputs}
         live: list[Value] = []
         states: States = {(): (0.0, None)}
         for i, step in enumerate(self.program.steps):
             for v, t in zip(step.inputs, step.call.inputs if step.call else (), strict=False):
                 self.sizes.setdefault(v, nbytes(t))
-            live, states = self._advance(i, step, live, states, last)
-            states = self._prune(live, states)
+            if step.call is not None:
+                live, states = self._advance(i, step, live, states, last)
+                states = self._prune(live, states)
         cost, link = min(states.values(), key=lambda s: s[0])
         return self._read_back(cost, link)
 
@@ -108,6 +111,9 @@ class _Search:
         untouched = [v for v in live if v not in inputs and last.get(v, -1) > i]
         touched = [v for v in dict.fromkeys(step.inputs) if last[v] > i]
         made = [k for k, v in enumerate(step.outputs) if last.get(v, -1) > i]
+        leaving = [
+            v for v in (*dict.fromkeys(step.inputs), *step.outputs) if v in self.returned and last.get(v, i) == i
+        ]
         if step.call is not None:
             for v, t in zip(step.outputs, step.call.outputs, strict=True):
                 self.sizes[v] = nbytes(t)
@@ -119,7 +125,7 @@ class _Search:
             given = tuple(state[k] if k >= 0 else k + _FIXED for k in taken)
             if given not in moves:
                 moves[given] = [
-                    (self._tail(step, choice, touched, made), choice.cost, choice)
+                    (self._tail(step, choice, touched, made), choice.cost + self._leave(step, choice, leaving), choice)
                     for choice in self._choices(step, tuple(self._placements[k] for k in given))
                 ]
             head = tuple(state[k] for k in kept)
@@ -135,22 +141,37 @@ class _Search:
         moved = dict(zip(step.inputs, choice.after, strict=True))
         return tuple(self._name(p) for p in (*(moved[v] for v in touched), *(choice.strategy.outputs[k] for k in made)))
 
+    def _leave(self, step: Step, choice: _Choice, leaving: list[Value]) -> float:
+        """Values that are only returned from here on leave the frontier: what becomes of them depends on nothing else.
+
+        What leaves the program is whole, or, where the caller does not read it, sharded; never a partial sum.
+        Gathering a result is not charged: it is the caller's wish, and must not change how the model computes it.
+        """
+        if not leaving:
+            return 0.0
+        places = self._places(step, choice)
+        sums = (v for v in leaving if isinstance(places[v], Partial))
+        return sum(self.model.move(PARTIAL, REPLICATE, self.sizes.get(v, 0)) for v in sums)
+
+    def _places(self, step: Step, choice: _Choice) -> dict[Value, Placement]:
+        """Where the values of a step are after it."""
+        values, placements = (*step.inputs, *step.outputs), (*choice.after, *choice.strategy.outputs)
+        return dict(zip(values, placements, strict=True))
+
     def _initial(self, value: Value) -> Given:
         if value in self.program.placements:
             return self.program.placements[value]
         return FREE if value in self.program.parameters else REPLICATE
 
     def _choices(self, step: Step, given: tuple[Given, ...]) -> Iterable[_Choice]:
-        if step.call is None:
-            yield self._return(step, given)
-            return
+        assert step.call is not None
         best: dict[Any, _Choice] = {}
         for strategy in self._strategies(step, step.call, given):
             choice = self._price(step, step.call, strategy, given)
             key = (strategy.outputs, choice.after)
             if key not in best or choice.cost < best[key].cost:
                 best[key] = choice
-        yield from best.values()
+        return best.values()
 
     def _strategies(self, step: Step, call: Call, given: tuple[Given, ...]) -> Iterable[Strategy]:
         yield replicated(call)
@@ -209,19 +230,6 @@ class _Search:
         if value not in self._splittable:
             self._splittable[value] = any(self.candidates.layouts(value, d, n) for d, n in enumerate(shape))
         return self._splittable[value]
-
-    def _return(self, step: Step, given: tuple[Given, ...]) -> _Choice:
-        """What leaves the program is whole, or, where the caller does not read it, sharded; never a partial sum.
-
-        Gathering a result is not charged: it is the caller's wish, and must not change how the model computes it.
-        """
-        cost = 0.0
-        after: list[Placement] = []
-        for value, g in zip(step.inputs, given, strict=True):
-            if isinstance(g, Partial):
-                cost += self.model.move(g, REPLICATE, self.sizes.get(value, 0))
-            after.append(g if isinstance(g, Shard) and self.keep_sharded else REPLICATE)
-        return _Choice(Strategy(tuple(after), ()), tuple(after), cost)
 
     # -- pruning -----------------------------------------------------------------------------------------------
 
@@ -302,19 +310,21 @@ class _Search:
 
     def _read_back(self, cost: float, link: Link | None) -> Solution:
         strategies: dict[Step, Strategy] = {}
-        results: tuple[Placement, ...] = ()
+        final: dict[Value, Placement] = {}
         parameters: dict[Value, Placement] = {}
         while link is not None:
             link, (step, choice) = link
-            if step.call is None:
-                results = choice.strategy.inputs
-                continue
             strategies[step] = choice.strategy
-            for value, placement in zip(step.inputs, choice.after, strict=True):
+            for value, placement in self._places(step, choice).items():
+                final.setdefault(value, placement)  # going backwards, the last use comes first
                 if value in self.program.parameters:
-                    parameters[value] = placement  # going backwards, the first use comes last and wins
+                    parameters[value] = placement  # and the first use comes last and wins
         parameters.update({v: p for v, p in self.program.placements.items() if v in self.program.parameters})
+        results = tuple(self._result(final.get(v, self._initial(v))) for v in self.returned)
         return Solution(strategies, results, parameters, cost, self.optimal)
+
+    def _result(self, placement: Given) -> Placement:
+        return placement if isinstance(placement, Shard) and self.keep_sharded else REPLICATE
 
 
 def share(call: Call, strategy: Strategy) -> Strategy:
