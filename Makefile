@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv test lint format demo zoo clean
+.PHONY: venv test lint format demo zoo bench clean
 
 venv: $(STAMP)
 
@@ -40,6 +40,12 @@ demo: venv
 zoo: venv
 	cd tests && ../$(BIN)/python -m zoo --state ../build/zoo.jsonl \
 		$(if $(ONLY),--only '$(ONLY)' --tp $(TP),--page ../docs/results/zoo.md)
+
+# Side by side with transformers' tensor parallelism and others; about a quarter of an hour. `make bench SHAPES=llama`.
+SHAPES ?= llama,gpt2,mixtral
+bench: venv
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/generation.py --shapes $(SHAPES) --tp $(TP) --out docs/results
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -393,6 +393,8 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
 
 def wrap(local: torch.Tensor, placement: Placement, size: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
     """A sharded tensor around this rank's shard; differentiable."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return ShardedTensor(local.detach(), ShardSpec(placement, group), tuple(size))
     return _Wrap.apply(local, ShardSpec(placement, group), tuple(size))  # type: ignore[no-any-return]
 
 

@@ -55,6 +55,7 @@ def simplify(graph_module: GraphModule) -> GraphModule:
     _purify(graph)
     _slice_constant_indices(graph_module)
     _drop_idle_dropout(graph)
+    _drop_idle_casts(graph)
     graph.eliminate_dead_code(is_impure_node=_keeps)
     graph_module.recompile()
     return graph_module
@@ -142,6 +143,17 @@ def _like(new: Node, shape_of: Any, written: Node, order: dict[Node, int]) -> No
     new.meta = {**written.meta, "val": shape_of.meta["val"]}
     order[new] = order[written]
     return new
+
+
+def _drop_idle_casts(graph: Graph) -> None:
+    """A cast to the dtype that a tensor has returns the tensor itself: norms are full of them."""
+    for node in list(graph.nodes):
+        if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
+            source = node.args[0]
+            value = source.meta.get("val") if isinstance(source, Node) else None
+            if isinstance(value, torch.Tensor) and value.dtype == node.args[1]:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
 
 
 def _drop_idle_dropout(graph: Graph) -> None:

@@ -1,0 +1,95 @@
+"""Measure one contender: ``python measure.py CONTENDER FOLDER`` on every rank; the first prints a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import time
+import warnings
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import ALONE, CONTENDERS
+
+PROMPT, TOKENS, ROUNDS = 512, 24, 3
+
+
+def main(name: str, folder: str) -> None:
+    warnings.filterwarnings("ignore")
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    alone = name in ALONE
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    torch.set_num_threads(1)
+    if not alone:
+        dist.init_process_group("gloo")
+    started = time.perf_counter()
+    model = CONTENDERS[name](folder, device).eval()
+    result: dict[str, Any] = {"contender": name, "load": time.perf_counter() - started}
+    with torch.no_grad():
+        result |= generation(model, device)
+    result |= training(model, device)
+    result["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if alone or dist.get_rank() == 0:
+        print("RESULT " + json.dumps(result), flush=True)
+    if not alone:
+        dist.barrier()
+
+
+def timed(device: torch.device, function: Any) -> tuple[float, Any]:
+    started = time.perf_counter()
+    value = function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started, value
+
+
+def generation(model: Any, device: torch.device) -> dict[str, Any]:
+    """The first call, later prefills of the same prompt, and decoding with a growing cache."""
+    from transformers import DynamicCache
+
+    ids = torch.arange(PROMPT, device=device)[None] + 5
+
+    def prefill() -> Any:
+        cache = DynamicCache(config=model.config)
+        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return cache, logits[:, -1:].argmax(-1)
+
+    def step(cache: Any, token: torch.Tensor) -> torch.Tensor:
+        return model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+
+    first, (cache, token) = timed(device, prefill)
+    for _ in range(3):
+        token = step(cache, token)
+    prefills, tokens, decoded = [], [], []
+    for _ in range(ROUNDS):
+        seconds, (cache, token) = timed(device, prefill)
+        prefills.append(seconds)
+        for _ in range(TOKENS):
+            seconds, token = timed(device, lambda c=cache, t=token: step(c, t))
+            tokens.append(seconds)
+            decoded.append(int(token))
+    return {"first": first, "prefill": min(prefills), "decode": median(tokens), "tokens": decoded[-TOKENS:]}
+
+
+def training(model: Any, device: torch.device) -> dict[str, Any]:
+    """Forward and backward of 128 tokens."""
+    ids = torch.arange(128, device=device)[None] + 5
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    step()
+    return {"training": min(timed(device, step)[0] for _ in range(ROUNDS))}
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    main(sys.argv[1], sys.argv[2])
