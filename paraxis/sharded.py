@@ -142,7 +142,10 @@ class ShardedTensor(torch.Tensor):
             return _on_global_fakes(func, args, kwargs, sharded[0]._local.fake_mode)
         if _runs_on_shards(func, args, kwargs, sharded):
             return _on_shards(func, args, kwargs, sharded[0])
-        return _on_the_whole(func, args, kwargs)
+        from .eager import by_rule
+
+        result = by_rule(func, args, kwargs)
+        return _on_the_whole(func, args, kwargs) if result is NotImplemented else result
 
 
 def _on_global_fakes(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
