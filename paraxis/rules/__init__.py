@@ -32,6 +32,7 @@ from .base import (
     rule_for,
     same_size,
     sample,
+    structures_for,
     temporary_rules,
     unregister,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "rule_for",
     "same_size",
     "sample",
+    "structures_for",
     "table",
     "temporary_rules",
     "unregister",

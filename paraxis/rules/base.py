@@ -110,17 +110,23 @@ def sample(target: Any, *args: Any, **kwargs: Any) -> Sample:
     return Sample(target, args, kwargs)
 
 
+Structures = dict[tuple[int, int], list[tuple[tuple[int, int], ...]]]
+"""For (input, dimension): the ways it may be cut, each as (size, unit that stays together) per segment."""
+
 Samples = str | Iterable[Sample] | Callable[[], Iterable[Sample]]
 
 _rules: dict[Any, Rule] = {}
 _accepts_free: set[Any] = set()
+_structures: dict[Any, Callable[[Call], Structures]] = {}
 _families: dict[Any, str] = {}
 """For operators with a built-in rule, the family of sample calls in :mod:`paraxis.soundness` that the tests run."""
 _built_in = True
 """While the modules of this package register theirs."""
 
 
-def register(*targets: Any, samples: Samples, free: bool = False) -> Callable[[Rule], Rule]:
+def register(
+    *targets: Any, samples: Samples, free: bool = False, structures: Callable[[Call], Structures] | None = None
+) -> Callable[[Rule], Rule]:
     """Register a rule for operators, given as overloads or as packets (all their overloads that write nothing).
 
     ``samples`` are calls of the operators (see :func:`sample`), or a function that returns them. Before it is
@@ -133,7 +139,8 @@ def register(*targets: Any, samples: Samples, free: bool = False) -> Callable[[R
     The rules of this package name a family of sample calls instead, which the tests run.
 
     ``free=True`` says that the rule handles :data:`FREE` inputs itself; otherwise it is called once for every
-    candidate placement of a parameter. A later rule for an operator replaces the earlier one.
+    candidate placement of a parameter. ``structures`` says which inputs can be cut in whole units or segments only, so
+    that parameters are cut alike; a table says so itself. A later rule for an operator replaces the earlier one.
     """
 
     def decorate(rule: Rule) -> Rule:
@@ -149,6 +156,9 @@ def register(*targets: Any, samples: Samples, free: bool = False) -> Callable[[R
                 _accepts_free.add(overload)
             if isinstance(samples, str):
                 _families[overload] = samples
+            wanted = structures or getattr(rule, "structures", None)
+            if wanted is not None:
+                _structures[overload] = wanted
         return rule
 
     return decorate
@@ -162,17 +172,18 @@ def unregister(target: Any) -> None:
     for overload in _overloads(target):
         _rules.pop(overload, None)
         _families.pop(overload, None)
+        _structures.pop(overload, None)
         _accepts_free.discard(overload)
 
 
 @contextmanager
 def temporary_rules() -> Iterator[None]:
     """What is registered or unregistered inside lasts until the end of the block: for tests and for trying."""
-    before = dict(_rules), set(_accepts_free), dict(_families)
+    before = dict(_rules), set(_accepts_free), dict(_families), dict(_structures)
     try:
         yield
     finally:
-        for registry, saved in zip((_rules, _accepts_free, _families), before):
+        for registry, saved in zip((_rules, _accepts_free, _families, _structures), before):
             registry.clear()  # type: ignore[attr-defined]
             registry.update(saved)  # type: ignore[attr-defined]
 
@@ -191,6 +202,12 @@ def _overloads(target: Any) -> Iterator[Any]:
 def rule_for(target: Any) -> Rule | None:
     """The rule of an operator, or None: then it is computed whole."""
     return _rules.get(_known(target))
+
+
+def structures_for(call: Call) -> Structures:
+    """What the rule of an operator says about how its inputs must be cut."""
+    wanted = _structures.get(call.target)
+    return wanted(call) if wanted is not None else {}
 
 
 def accepts_free(target: Any) -> bool:

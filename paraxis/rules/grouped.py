@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Shard
-from .base import Call, Given, Strategy, layouts_on, register
+from .base import Call, Given, Strategy, Structures, layouts_on, register
 
 aten = torch.ops.aten
 
@@ -24,7 +24,24 @@ def _operators() -> list[Any]:
     return found if fallback is None else [*found, fallback.default]
 
 
-@register(*_operators(), samples="grouped", free=True)
+def _unit(call: Call) -> int:
+    """How many elements must stay together: torch's own kernel wants rows of whole 16 bytes."""
+    return max(16 // call.inputs[1].dtype.itemsize, 1) if call.target is not _fallback() else 1
+
+
+def _whole_rows(call: Call) -> Structures:
+    """Widths are cut in whole units, if they are made of them."""
+    unit = _unit(call)
+    found: Structures = {}
+    if unit > 1 and len(call.inputs) == 3:
+        for i, dim in ((0, 1), (1, 1), (1, 2)):
+            size = call.inputs[i].shape[dim]
+            if isinstance(size, int):
+                found[i, dim] = [((size, unit if size % unit == 0 else size),)]
+    return found
+
+
+@register(*_operators(), samples="grouped", free=True, structures=_whole_rows)
 def grouped_mm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """``x[rows of e] @ w[e]``: every expert split by width, on the way in (columns) or on the way out (rows)."""
     if len(call.inputs) != 3 or call.inputs[0].ndim != 2 or call.inputs[1].ndim != 3:
@@ -39,13 +56,8 @@ def grouped_mm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
             yield Strategy((Shard.of(1, layout), Shard.of(1, layout), REPLICATE), (PARTIAL,), kind="row")
 
 
-def unit(call: Call) -> int:
-    """How many elements must stay together: torch's own kernel wants rows of whole 16 bytes."""
-    return max(16 // call.inputs[1].dtype.itemsize, 1) if call.target is not _fallback() else 1
-
-
 def _aligned(call: Call, layout: Layout, size: Any) -> bool:
-    return all(layout.local_size(size, rank) % unit(call) == 0 for rank in range(layout.world))
+    return all(layout.local_size(size, rank) % _unit(call) == 0 for rank in range(layout.world))
 
 
 def _fallback() -> Any:

@@ -239,16 +239,6 @@ def scatter_part(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
             yield Strategy((Shard.of(box), inner), (Shard.of(box),))
 
 
-@register(aten.narrow.default, samples="split")
-def narrow(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
-    """A range of a dimension that is not sharded."""
-    (placement,) = given
-    if is_partial(placement):
-        yield Strategy((PARTIAL,), (PARTIAL,))
-    if isinstance(placement, Shard) and normalize_dim(call.args[1], call.inputs[0].ndim) not in placement.dims:
-        yield Strategy((placement,), (placement,))
-
-
 @register(aten.unfold.default, samples="split")
 def windows(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Windows along a dimension that is not sharded, as a new last one."""

@@ -26,7 +26,7 @@ from math import lcm
 from typing import Any
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import Call, Given, Rule, Strategy, Tensor, draws, is_partial, layouts_on, same_size
+from .base import Call, Given, Rule, Strategy, Structures, Tensor, draws, is_partial, layouts_on, same_size
 
 _ENTRY = re.compile(r"R|P|S\(\s*(-?\d+)\s*(?:x\s*(\d+)|(\*))?\s*\)")
 
@@ -219,12 +219,12 @@ class Table:
     def __repr__(self) -> str:
         return f"table({', '.join(repr(str(line)) for line in self.lines)})"
 
-    def structures(self, call: Call) -> dict[tuple[int, int], list[tuple[tuple[int, int], ...]]]:
+    def structures(self, call: Call) -> Structures:
         """For each (input, dimension) that is cut only in segments or whole units: these, as (size, unit) per segment.
 
         The solver cuts the parameters from which the input is computed in the same way.
         """
-        found: dict[tuple[int, int], list[tuple[tuple[int, int], ...]]] = {}
+        found: Structures = {}
         for line in self.lines:
             for i, (entry, tensor) in enumerate(zip(line.inputs, call.inputs)):
                 dim, size = entry.at(tensor), entry.size(tensor)

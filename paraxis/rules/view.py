@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, Layout, Placement, Shard
-from .base import Call, Given, Strategy, is_one, is_partial, normalize_dim, register, same_size
+from .base import Call, Given, Strategy, is_partial, normalize_dim, register, same_size
 
 aten = torch.ops.aten
 
@@ -249,7 +249,7 @@ def _exact_squeeze(
     return aten.squeeze.dims, [args[0], dims], {}
 
 
-@register(aten.expand.default, aten.broadcast_to.default, samples="view")
+@register(aten.expand.default, samples="view")
 def expand(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """A dimension of size one grows. Ranks that hold the same elements may each make their part of the new ones."""
     (placement,) = given
@@ -298,22 +298,6 @@ def _local_expand(
         whole = call.out.shape[d]
         sizes[d] = layout.local_size(whole, rank) if isinstance(whole, int) else -1
     return target, [args[0], sizes], kwargs
-
-
-@register(aten.expand_as.default, samples="view")
-def expand_as(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
-    """Follow either tensor; the first has no layout where it grows."""
-    source, like = call.inputs
-    lift = like.ndim - source.ndim
-    boxes = [{d + lift: x for d, x in given[0].layouts}] if isinstance(given[0], Shard) else []
-    boxes += [given[1].dims] if isinstance(given[1], Shard) else []
-    for box in boxes:
-        if all(
-            d < lift or same_size(source.shape[d - lift], like.shape[d]) or is_one(source.shape[d - lift]) for d in box
-        ):
-            grows = {d for d in box if d < lift or not same_size(source.shape[d - lift], like.shape[d])}
-            mine = Shard.of({d - lift: x for d, x in box.items() if d not in grows})
-            yield Strategy((mine, Shard.of(box)), (Shard.of(box),))
 
 
 @register(aten.repeat.default, samples="view")

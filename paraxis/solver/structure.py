@@ -15,10 +15,8 @@ from typing import Any
 import torch
 
 from ..placement import REPLICATE, Layout, Shard
-from ..rules import Call, rule_for
-from ..rules.grouped import grouped_mm, unit
+from ..rules import Call, rule_for, structures_for
 from ..rules.split import bounds, pieces, stride
-from ..rules.table import Table
 from ..rules.view import groups
 from .program import Program, Step, Value
 
@@ -90,15 +88,10 @@ class Candidates:
         elif call.target is aten.select.int:
             dim = call.args[1] % call.inputs[0].ndim
             self._ones(step, call, dim)
-        elif rule_for(call.target) is grouped_mm and len(call.inputs) == 3:
-            for i, dim in ((0, 1), (1, 1), (1, 2)):
-                self._aligned(step.inputs[i], dim, call.inputs[i].shape[dim], unit(call))
         if call.target not in _RESHAPES and any(self._demands.get(v) for v in step.outputs):
             self._visit_any(step, call)
-        rule = rule_for(call.target)
-        if isinstance(rule, Table):  # it says itself what it wants
-            for (i, dim), structures in rule.structures(call).items():
-                self._add(step.inputs[i], dim, structures)
+        for (i, dim), structures in structures_for(call).items():  # the rule says itself what it wants
+            self._add(step.inputs[i], dim, structures)
 
     def _visit_reshape(self, step: Step, call: Call) -> None:
         """One dimension unflattened: each factor may be the one to split, the outermost first."""
@@ -158,17 +151,12 @@ class Candidates:
         if isinstance(size, int) and size <= 64:
             self._add(step.inputs[0], dim, [((1, 1),) * size])
 
-    def _aligned(self, value: Value, dim: int, size: Any, unit: int) -> None:
-        """Only whole units of a dimension, if it is made of them."""
-        if unit > 1 and isinstance(size, int):
-            self._add(value, dim, [((size, unit if size % unit == 0 else size),)])
-
     def _visit_any(self, step: Step, call: Call) -> None:
         """Ask the rule itself which input dimension becomes which output dimension."""
         rule = rule_for(call.target)
         if rule is None:
             return
-        wanted = rule.structures(call) if isinstance(rule, Table) else {}
+        wanted = structures_for(call)
         for i, value in enumerate(step.inputs):
             tensor = call.inputs[i]
             for dim, size in enumerate(tensor.shape):

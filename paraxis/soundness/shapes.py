@@ -70,10 +70,6 @@ def views() -> list[Sample]:
         call(aten.repeat.default, f(4, 6), [1, 2]),
         call(aten.repeat.default, f(4, 6), [2, 3, 1]),
         call(aten.repeat.default, f(4, 6), [4, 1]),
-        call(aten.broadcast_to.default, f(4, 1, 6), [4, 8, 6]),
-        call(aten.expand_as.default, f(4, 1), f(4, 6)),
-        call(aten.expand_as.default, f(6), f(4, 6)),
-        call(aten.expand_as.default, f(4, 6), f(4, 6)),
     ]
 
 
@@ -122,7 +118,6 @@ def splits() -> list[Sample]:
         call(aten.constant_pad_nd.default, f(4, 6, 8), [1, 2]),
         call(aten.constant_pad_nd.default, f(4, 6, 8), [0, 0, 1, 0], 2.0),
         call(aten.constant_pad_nd.default, f(4, 6, 8), [-1, 0]),
-        call(aten.narrow.default, f(4, 6, 8), 1, 2, 3),
         call(aten.unfold.default, f(4, 6, 8), 1, 3, 2),
         call(aten.unfold.default, f(4, 6, 8), -1, 2, 2),
         call(aten.diagonal.default, f(4, 6, 8, 5), 1, 1, -1),

@@ -228,3 +228,19 @@ def test_tables_say_what_stays_together() -> None:
         assert candidates.structures(weight, 0, 60) == [((30, 5), (30, 5))]
         (layout, *_) = candidates.layouts(weight, 0, 60)
         assert [layout.local_size(60, rank) for rank in range(4)] == [20, 20, 10, 10]
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="this torch has no grouped product")
+def test_grouped_products_are_cut_in_whole_rows_of_16_bytes() -> None:
+    """``[gate|up]`` after torch's own grouped product: each half by itself, in units of eight numbers."""
+
+    def experts(x: torch.Tensor, ends: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.ops.aten._grouped_mm.default(x, w, ends).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    inputs = [torch.randn(5, 16, dtype=torch.bfloat16), torch.tensor([2, 5], dtype=torch.int32)]
+    program = traced(experts, inputs, [torch.randn(2, 16, 96, dtype=torch.bfloat16)], world=4)
+    (weight,) = program.parameters
+    half = Layout.even(48, 4, 8)
+    assert Candidates(program).layouts(weight, 2, 96)[0] == Layout.concat([(48, half)] * 2)
+    assert [half.local_size(48, rank) for rank in range(4)] == [16, 16, 8, 8]
