@@ -14,6 +14,7 @@ from torch import nn
 
 from .behaviour import dress
 from .capture import GraphBreak, capture
+from .capture.trace import no_collection
 from .compile import CompiledCall, plan_in_pieces, run_pipeline
 from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
 from .inputs import example_call
@@ -197,7 +198,7 @@ def _plan(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, example
     obstacles = exchange(ctx.tp_group, obstacle, "capturing the model", config.sync_timeout)
     ctx.planning = True
     try:
-        with torch.no_grad():
+        with torch.no_grad(), no_collection():
             if any(obstacles):
                 plan_in_pieces(call, args, kwargs, ctx, next(filter(None, obstacles)))
             else:

@@ -14,7 +14,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .capture import GraphBreak
-from .capture.trace import fresh_entry, ignore_loggers, open_encoders, translated
+from .capture.growing import mark_growing
+from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_encoders, translated
 from .core import Config, ParallelExecutionCtx
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
 from .passes.replace import finish_plan, place_unused
@@ -77,13 +78,17 @@ class CompiledCall:
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, RECOMPILE_LIMIT)
         self.module, self.ctx, self.config, self.name = module, ctx, config, name
         self.opened = False
+        self._seen = -1
         backend = partial(parallelize_backend, ctx=ctx, config=config)
         self._compiled = torch.compile(fresh_entry(config.gather_outputs), fullgraph=True, backend=backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.opened:
+            if self._seen != self.ctx.compile_times:  # the call before compiled: this one may have to as well
+                self._seen = self.ctx.compile_times
+                mark_growing(args, kwargs)
             try:
-                with open_encoders():
+                with open_encoders(), no_collection():
                     return self._compiled(self.module, *args, **kwargs)
             except dynamo.exc.TorchDynamoException as error:
                 problem = translated(error, self.module)
