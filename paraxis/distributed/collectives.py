@@ -134,7 +134,9 @@ def _collective(
         try:
             if wider is not None:
                 return function(tensor.to(wider), group, *args, **kwargs).to(tensor.dtype)
-            return function(tensor, group, *args, **kwargs)
+            result = function(tensor, group, *args, **kwargs)
+            # Not a view of memory that nobody else has: autograd forbids to change such a one in place.
+            return result.data if result._is_view() else result
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

@@ -55,6 +55,9 @@ def in_modes() -> list[torch.Tensor]:
         second = pd.all_reduce(x, group)
     leaf = x.clone().requires_grad_()
     third = pd.differentiable_all_reduce_sum(leaf, group)
+    third *= 1  # a caller may change in place what it was given
+    whole = pd.differentiable_all_gather(leaf, group, 0)
+    whole *= 1
     third.sum().backward()
     return [first.clone(), second, third.detach(), leaf.grad]  # type: ignore[list-item]
 
