@@ -25,6 +25,8 @@ def dress(model: Any, ctx: ParallelExecutionCtx) -> None:
     model._apply = _converter(model)
     if hasattr(model, "generate") and ctx.world_size > 1:
         model.generate = _agreeing(model.generate, ctx)
+    if hasattr(model, "get_compiled_call"):  # what generate decodes with: it is compiled already
+        model.get_compiled_call = lambda compile_config=None: model.__call__
     if hasattr(model, "save_pretrained") and ctx.world_size > 1:
         model.save_pretrained = _saver(model, ctx)
 

@@ -17,6 +17,8 @@ from .capture import GraphBreak
 from .capture.growing import mark_growing
 from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_encoders, translated
 from .core import Config, ParallelExecutionCtx
+from .distributed.collectives import meet
+from .inductor import compile_local, options_of
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
 from .passes.replace import finish_plan, place_unused
 from .passes.solve import RESULT, Solved
@@ -40,7 +42,19 @@ def parallelize_backend(
     """
     local = run_pipeline(graph_module, example_inputs, ctx, config)
     ctx.compile_times += 1
-    return local
+    if config.compile is None:
+        return local
+    meet(ctx.tp_group, ctx.current_device)
+    options = options_of(config.mode, ctx.tp_group, ctx.current_device)
+    with together(ctx.tp_group, "compiling the local program"):
+        return compile_local(local, graph_module, _sharded_parameters(graph_module, ctx), options)
+
+
+def _sharded_parameters(captured: GraphModule, ctx: ParallelExecutionCtx) -> dict[Any, nn.Parameter]:
+    """The sharded parameters of a solved graph, by the placeholder that brings them in."""
+    solved: Solved = captured.meta[RESULT]
+    known = [(node.meta["origin"].target, p) for node, p in solved.parameters.items() if p.meta is not None]
+    return {target: ctx.param_cache[p.name] for target, p in known}
 
 
 def run_pipeline(

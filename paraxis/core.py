@@ -141,6 +141,8 @@ class Config:
         clean_markers_after_all_passes: Remove the analysis results from ``node.meta`` when the pipeline is done.
         weight_init_fn: Initializes weights that no checkpoint provides; called as ``weight_init_fn(tensor)``.
         enable_sequence_parallel: Shard the regions between parallel layers on the sequence.
+        compile: How a rank's local program runs: as it is (``None``) or compiled (``"inductor"``).
+        mode: Inductor's mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, ...
         gather_outputs: Whether tensors returned to the caller are made whole.
         init_seed: Seed of the initialization of weights; ``None`` takes torch's current seed of the first rank.
         show_progress: Show a progress bar while loading, on the first rank.
@@ -152,8 +154,16 @@ class Config:
     clean_markers_after_all_passes: bool = True
     weight_init_fn: Callable[..., Any] = partial(nn.init.normal_, std=0.02)  # noqa: RUF009 -- immutable
     enable_sequence_parallel: bool = False
+    compile: str | None = None
+    mode: str | None = None
     gather_outputs: bool = True
     init_seed: int | None = None
     show_progress: bool = True
     pipeline: PassPipeline | None = None
     sync_timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.compile not in (None, "inductor"):
+            raise ValueError(f"compile={self.compile!r} is not known: leave it out, or use compile='inductor'")
+        if self.mode is not None and self.compile is None:
+            raise ValueError(f"mode={self.mode!r} is a mode of the compiler: use it with compile='inductor'")

@@ -8,7 +8,8 @@ whole, with a warning, because correct and slow beats fast and wrong.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -385,10 +386,27 @@ class _Full(torch.autograd.Function):
         return ShardedTensor(local, ShardSpec(placement, group), ctx.size)
 
 
+_given: dict[int, torch.Tensor] = {}
+
+
+@contextmanager
+def shards_of(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, ``unwrap`` gives these shards for these sharded tensors: those that a compiler traces."""
+    before = dict(_given)
+    _given.update({id(tensor): local for tensor, local in zip(tensors, locals_, strict=True)})
+    try:
+        yield
+    finally:
+        _given.clear()
+        _given.update(before)
+
+
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor behind ``tensor`` (itself, if it is not sharded); differentiable."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
+    if _given and id(tensor) in _given:
+        return _given[id(tensor)]
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return tensor._local
     return _Unwrap.apply(tensor)  # type: ignore[no-any-return]

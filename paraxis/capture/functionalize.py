@@ -2,7 +2,9 @@
 
 A placement belongs to a value, so an operator that overwrites its input is turned into one that returns a new value,
 and later uses follow it, when nothing else looks at the same memory. Where views are involved, the whole family of
-aliases is marked (``meta["impure"]``) and the solver keeps it replicated: correct, and said in the plan.
+aliases is marked (``meta["impure"]``) and the solver keeps it replicated: correct, and said in the plan. A write into
+an input, such as a cache of a fixed size, stands in the graph as the operator that returns the new value; which one
+writes is kept with it (``meta["in_place"]``), and the local program writes into each rank's shard.
 """
 
 from __future__ import annotations
@@ -16,8 +18,14 @@ from torch.fx import Graph, GraphModule, Node
 aten = torch.ops.aten
 
 
+IN_PLACE = "in_place"
+"""Where an operator that stands for a write into an input keeps the operator that writes."""
+
+
 def mutated(node: Node) -> Node | None:
     """The tensor that this node writes to, if it is the first argument."""
+    if IN_PLACE in node.meta:
+        return node.args[0]  # type: ignore[return-value]
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     schema = node.target._schema
@@ -26,6 +34,13 @@ def mutated(node: Node) -> Node | None:
     info = schema.arguments[0].alias_info
     first = node.args[0]
     return first if info is not None and info.is_write and isinstance(first, Node) else None
+
+
+def written_input(node: Node) -> Node | None:
+    """The input of the graph that this node is a later value of, or itself; None if it is anything else."""
+    while IN_PLACE in node.meta:
+        node = node.args[0]  # type: ignore[assignment]
+    return node if node.op == "placeholder" else None
 
 
 def _functional(target: Any) -> Any:
@@ -66,6 +81,8 @@ def _keeps(node: Node) -> bool:
         return True
     if node.op != "call_function":
         return False
+    if IN_PLACE in node.meta:
+        return True
     if isinstance(node.target, torch._ops.OpOverload):
         return bool(node.target._schema.is_mutable) or torch.Tag.nondeterministic_seeded in node.target.tags
     return node.target not in (operator.getitem,) and "grad_enabled" in str(node.target)
@@ -81,7 +98,11 @@ def _purify(graph: Graph) -> None:
         functional = _functional(node.target)
         others = _aliases(target, without=node)  # what aliases the new value only is no concern
         alone = all(n is target or not _used_after(n, node, order) for n in others)
-        if functional is not None and alone and target.op == "call_function" and not is_view(target):
+        if functional is not None and alone and written_input(target) is not None:  # the caller's memory, a cache
+            node.meta[IN_PLACE] = node.target
+            node.target = functional
+            target.replace_all_uses_with(node, delete_user_cb=_after(node, order))
+        elif functional is not None and alone and target.op == "call_function" and not is_view(target):
             if node.target is aten.copy_.default:
                 with graph.inserting_before(node):
                     value = _written(graph, node, target, order)
@@ -96,6 +117,8 @@ def _purify(graph: Graph) -> None:
         elif not _write_into_part(graph, node, target, order):
             for member in family | {node}:
                 member.meta["impure"] = True
+                if IN_PLACE in member.meta:
+                    member.target = member.meta.pop(IN_PLACE)
 
 
 def _write_into_part(graph: Graph, node: Node, part: Node, order: dict[Node, int]) -> bool:

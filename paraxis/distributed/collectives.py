@@ -21,6 +21,7 @@ from typing import Concatenate, Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.distributed.distributed_c10d import _get_default_group, _resolve_process_group
 
 from ..errors import CollectiveError
@@ -97,6 +98,11 @@ def _failure(name: str, tensor: torch.Tensor, group: dist.ProcessGroup, error: E
     )
 
 
+def _traced() -> bool:
+    """Whether a compiler looks at this: Dynamo, or what comes after it."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 P = ParamSpec("P")
 Collective = Callable[Concatenate[torch.Tensor, "dist.ProcessGroup | None", P], torch.Tensor]
 
@@ -119,7 +125,7 @@ def _collective(
         if group.size() == 1:
             return tensor
         wider = _WIDER.get(tensor.dtype)
-        if torch.compiler.is_compiling():
+        if _traced():
             if wider is not None:
                 return function(tensor.to(wider), group, *args, **kwargs).to(tensor.dtype)
             return function(tensor, group, *args, **kwargs)
@@ -167,14 +173,62 @@ def _backend(group_name: str, device_type: str) -> str:
     return _backends[key]
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves tensors of this device."""
+    return _backend(group.group_name, device.type)
+
+
 # -- the collectives ----------------------------------------------------------------------------------------
 
 
-def _host(tensor: torch.Tensor, group: dist.ProcessGroup) -> Host | None:
+def _host(tensor: torch.Tensor, group: dist.ProcessGroup) -> Host | _TracedHost | None:
     """Shared memory, where gloo would carry a CPU tensor between processes of one machine."""
-    if tensor.device.type != "cpu" or torch.compiler.is_compiling():
+    if tensor.device.type != "cpu" or torch.compiler.is_compiling() or _backend(group.group_name, "cpu") != "gloo":
         return None
-    return host_of(group) if _backend(group.group_name, "cpu") == "gloo" else None
+    host = host_of(group)
+    return _TracedHost(group) if host is not None and _traced() else host
+
+
+_library = torch.library.Library("paraxis", "FRAGMENT")
+_library.define("host_all_reduce(Tensor x, str op, str group) -> Tensor")
+_library.define("host_all_gather(Tensor x, str group) -> Tensor")
+
+
+class _TracedHost:
+    """Meeting in shared memory as operators, which a compiler leaves alone."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.name = group.group_name
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+        return torch.ops.paraxis.host_all_reduce(tensor, op, self.name)  # type: ignore[no-any-return]
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.ops.paraxis.host_all_gather(tensor, self.name)  # type: ignore[no-any-return]
+
+
+def _host_by_name(name: str) -> Host:
+    host = host_of(_resolve_process_group(name))  # type: ignore[arg-type]
+    assert host is not None
+    return host
+
+
+def _gathered_shape(x: torch.Tensor, group: str) -> torch.Tensor:
+    return x.new_empty((_resolve_process_group(group).size(), *x.shape))  # type: ignore[arg-type]
+
+
+_library.impl("host_all_reduce", lambda x, op, group: _host_by_name(group).all_reduce(x, op), "CPU")
+_library.impl("host_all_gather", lambda x, group: _host_by_name(group).all_gather(x), "CPU")
+torch.library.register_fake("paraxis::host_all_reduce", lambda x, op, group: x.new_empty(x.shape), lib=_library)
+torch.library.register_fake("paraxis::host_all_gather", _gathered_shape, lib=_library)
+for _name in ("host_all_reduce", "host_all_gather"):  # a compiler must keep them in the order of the program
+    _register_effectful_op(f"paraxis::{_name}", _EffectType.ORDERED)
+
+
+def meet(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Set up what CPU ranks meet in, if anything, before a compiler traces collectives. All ranks together."""
+    if device.type == "cpu" and group.size() > 1 and _backend(group.group_name, "cpu") == "gloo":
+        host_of(group)
 
 
 @_collective

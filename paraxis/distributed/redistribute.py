@@ -63,11 +63,11 @@ def gather_box(
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     if world == 1:
         return local
-    shape = tuple(int(n) for n in shape)
     if len(placement.layouts) == 1:
         dim, layout = placement.layouts[0]
-        if layout.is_even and layout.contiguous(shape[dim]):
+        if layout.is_even and layout.contiguous(int(shape[dim])):
             return all_gather(local, group, dim)
+    shape = tuple(int(n) for n in shape)
     shapes = [local_shape(placement, shape, r) for r in range(world)]
     sizes = [int(torch.Size(s).numel()) for s in shapes]
     flat = local.reshape(-1)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from ..capture import whole_op
-from ..capture.functionalize import is_view, mutated
+from ..capture.functionalize import IN_PLACE, is_view, mutated
 from ..core import ParallelExecutionCtx
 from ..distributed.random import RandomState
 from ..distributed.redistribute import redistribute, slice_box
@@ -52,6 +52,8 @@ class Rewriter:
         self.collectives: list[CollectivePlan] = []
         self._made_by = {value: step for step in solved.program.steps for value in step.outputs}
         self._asking: Step | None = None
+        self._memory: set[Node] = set()
+        """Nodes that are the memory of an input, as it came or written to."""
         self._random: RandomState | None = None
 
     def run(self) -> GraphModule:
@@ -84,6 +86,7 @@ class Rewriter:
             placement = self.solved.program.placements[value]
             new = self.graph.call_function(unwrap, (new,))
         self._define(value, placement, new)
+        self._memory.add(new)
 
     def _emit_get_attr(self, node: Node) -> None:
         name = str(node.target)
@@ -134,6 +137,11 @@ class Rewriter:
             self._define(value, placement, item)
         if step.impure:
             self._keep_up(step.node, strategy)
+        elif step.home is not None and new not in self._memory:
+            place = self.home[step.home]
+            source = self.fetch(step.outputs[0], place)
+            write = named(lambda local, value: local.copy_(value), "write")
+            self.graph.call_function(write, (self.versions[step.home][place], source)).meta["writes"] = True
 
     def _keep_up(self, node: Node, strategy: Strategy) -> None:
         """A write into a sharded input (a cache) must reach its shard, and no older version of it may be used."""
@@ -163,6 +171,11 @@ class Rewriter:
         target: Any = step.node.target
         if target is aten.view.default:
             target = aten.reshape.default  # a gathered or sliced tensor may not be contiguous
+        in_place = IN_PLACE in step.node.meta and strategy.localize is None and not is_random(step.node)
+        if in_place and locals_[0] in self._memory:
+            node = self.graph.call_function(step.node.meta[IN_PLACE], tuple(args), kwargs)
+            self._memory.add(node)
+            return node
         if strategy.localize is not None:
             target, args, kwargs = strategy.localize(target, args, kwargs, self.rank)
         if is_random(step.node):

@@ -81,26 +81,28 @@ def gather(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 @register(aten.index_put.default, samples="lookup")
 def index_put(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
-    """Rows written or added at positions of the first dimensions; the others keep their layouts. A linear map."""
+    """Rows written or added at positions of adjacent dimensions; the others keep their layouts. A linear map."""
     target, values, indices = call.inputs[0], call.inputs[-1], call.args[1]
     touched = [d for d, i in enumerate(indices) if i is not None]
-    if not touched or touched != list(range(len(touched))):
+    if not touched or touched != list(range(touched[0], touched[-1] + 1)):
         return
     if any(indices[d].dtype in (torch.bool, torch.uint8) for d in touched):
         return  # a mask may touch several dimensions
     if is_partial(given[-1]) or is_partial(given[0]):
         yield Strategy((PARTIAL, *[REPLICATE] * len(touched), PARTIAL), (PARTIAL,))
-    shift = max(indices[d].ndim for d in touched) - len(touched)  # from dimensions of the target to those of the rows
-    lift = target.ndim + shift - values.ndim  # rows may be broadcast
+    extra = max(indices[d].ndim for d in touched) - len(touched)
+    lift = target.ndim + extra - values.ndim  # rows may be broadcast
+    row_dim = {d: d - lift + (extra if d > touched[-1] else 0) for d in range(target.ndim) if d not in touched}
     boxes = []
     if isinstance(given[0], Shard):
         boxes.append(given[0].dims)
     if isinstance(given[-1], Shard):
-        boxes.append({d + lift - shift: x for d, x in given[-1].layouts})
+        target_dim = {r: d for d, r in row_dim.items()}
+        boxes.append({target_dim.get(d, -1): x for d, x in given[-1].layouts})
     for box in boxes:
-        if not box or any(d < len(touched) or d >= target.ndim for d in box):
+        if not box or any(d not in row_dim for d in box):
             continue
-        rows = {d + shift - lift: x for d, x in box.items() if d + shift - lift >= 0}
+        rows = {row_dim[d]: x for d, x in box.items() if row_dim[d] >= 0}
         rows = {d: x for d, x in rows.items() if not is_one(values.shape[d])}
         row = Shard.of(rows) if rows else REPLICATE
         yield Strategy((Shard.of(box), *[REPLICATE] * len(touched), row), (Shard.of(box),))

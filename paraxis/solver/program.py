@@ -11,6 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
+from ..capture.functionalize import IN_PLACE, written_input
 from ..placement import Placement
 from ..rules import Call, Tensor
 
@@ -35,6 +36,12 @@ class Step:
     @property
     def impure(self) -> bool:
         return bool(self.node.meta.get("impure"))
+
+    @property
+    def home(self) -> Value | None:
+        """The input that this step writes its result into; None if it writes nowhere."""
+        node = written_input(self.node) if IN_PLACE in self.node.meta else None
+        return Value(node) if node is not None else None
 
 
 class Program:

@@ -178,6 +178,14 @@ class _Search:
         if step.impure:
             yield from self._in_place(step, call, given)
             return
+        yield from (s for s in self._by_rule(call, given) if step.home is None or self._stays(step.home, s))
+
+    def _stays(self, home: Value, strategy: Strategy) -> bool:
+        """Whether what a strategy writes into an input is where that input is."""
+        place = self.program.placements.get(home, REPLICATE)
+        return strategy.inputs[0] == place and strategy.outputs[0] == place
+
+    def _by_rule(self, call: Call, given: tuple[Given, ...]) -> Iterable[Strategy]:
         rule = rule_for(call.target)
         if rule is None:
             return

@@ -64,6 +64,7 @@ def pointwise() -> list[Sample]:
         call(aten.feature_dropout.default, f(2, 4, 8), 0.5, False),
         call(aten.gelu.default, f(4, 8), approximate="tanh"),
         call(aten.silu.default, f(6, 8)),
+        call(aten.leaky_relu.default, f(6, 8), 0.1),
         call(aten.lerp.Scalar, f(4, 8), f(8), 0.3),
         call(aten.addcmul.default, f(4, 8), f(8), f(4, 1), value=2),
         call(aten.relu.default, f(5)),

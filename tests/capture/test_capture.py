@@ -12,6 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from paraxis.capture import CaptureError, capture, mark_whole, simplify, to_aten, whole_op
+from paraxis.capture.functionalize import IN_PLACE, written_input
 from paraxis.rules import rule_for
 
 aten = torch.ops.aten
@@ -201,13 +202,30 @@ def test_a_write_while_a_view_is_in_use_stays_a_write() -> None:
 
 
 def test_a_write_to_an_argument_stays_a_write() -> None:
+    """It stands in the graph as the operator that returns the new value, with the one that writes beside it."""
+
     def function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         x.add_(1)
-        return x @ w
+        y = x @ w
+        x.mul_(2)
+        return y + x
 
     graph = aten_of(function, torch.ones(4, 4))
-    assert aten.add_.Tensor in targets(graph)
-    assert node_of(graph, aten.add_.Tensor).meta.get("impure")
+    for pure, writing in ((aten.add.Tensor, aten.add_.Tensor), (aten.mul.Tensor, aten.mul_.Tensor)):
+        node = node_of(graph, pure)
+        assert node.meta.get(IN_PLACE) is writing and not node.meta.get("impure")
+        assert written_input(node) is not None
+
+
+def test_a_write_that_an_older_view_sees_is_kept_as_it_is() -> None:
+    def function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        view = x[:, :2]
+        x.add_(1)
+        return view @ w[:2]
+
+    graph = aten_of(function, torch.ones(4, 4))
+    node = node_of(graph, aten.add_.Tensor)
+    assert node.meta.get("impure") and IN_PLACE not in node.meta
 
 
 # -- simplification ------------------------------------------------------------------------------------------------

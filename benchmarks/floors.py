@@ -1,0 +1,160 @@
+"""How far one rank is from what its GPU can do: an 8B-shaped model, one token at a time and a long prompt at once.
+
+``python benchmarks/floors.py --ranks 8`` measures one rank of 8: the group is a fake one, whose collectives cost
+nothing, so that what is measured is everything else. The floor of a decoded token is the time in which the memory can
+stream the weights (and the cache) of the rank once; that of a prompt is its arithmetic at the speed of large matrix
+products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+BANDWIDTH = 4.3e12
+"""Bytes per second that an H200 streams."""
+ARITHMETIC = 790e12
+"""Operations per second of large bf16 matrix products on it."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--modes", default="eager,reduce-overhead,max-autotune")
+    parser.add_argument("--profile", type=Path, help="where to write what the kernels of a token take")
+    options = parser.parse_args()
+    join(options.ranks)
+    for mode in options.modes.split(","):
+        print(json.dumps(measure(mode, options)), flush=True)
+
+
+def join(ranks: int) -> None:
+    if ranks > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    else:
+        dist.init_process_group("nccl", rank=0, world_size=1, store=dist.HashStore())
+
+
+def build(mode: str, layers: int) -> Any:
+    from transformers import LlamaConfig
+
+    from paraxis import ParallelExecutionCtx, parallelize_model
+
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+    )
+    ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=torch.device("cuda", 0))  # type: ignore[arg-type]
+    compiled: dict[str, Any] = {} if mode == "eager" else {"compile": "inductor", "mode": mode}
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        model = parallelize_model(
+            folder,
+            ctx,
+            skip_load_weights=True,
+            weight_init_fn=lambda tensor: tensor,
+            torch_dtype=torch.bfloat16,
+            show_progress=False,
+            **compiled,
+        ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().normal_(std=0.02)
+    return model, ctx
+
+
+@torch.no_grad()
+def measure(mode: str, options: Any) -> dict[str, Any]:
+    from transformers import StaticCache
+
+    started = time.perf_counter()
+    model, ctx = build(mode, options.layers)
+    planned = time.perf_counter() - started
+    length = options.context + 3 * options.tokens + 32
+    length += -length % 64
+    prompt = torch.randint(0, 128256, (1, options.context), device="cuda")
+
+    def prefill() -> tuple[Any, torch.Tensor]:
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        logits = model(prompt, past_key_values=cache, logits_to_keep=1).logits
+        return cache, logits[:, -1:].argmax(-1)
+
+    def steps(cache: Any, token: torch.Tensor, count: int) -> torch.Tensor:
+        for _ in range(count):
+            token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        return token
+
+    started = time.perf_counter()
+    cache, token = prefill()
+    token = steps(cache, token, 8)
+    torch.cuda.synchronize()
+    first = time.perf_counter() - started
+    compiled = ctx.compile_times
+    prompts = []
+    for _ in range(5):
+        started = time.perf_counter()
+        prefill()
+        torch.cuda.synchronize()
+        prompts.append(time.perf_counter() - started)
+    started = time.perf_counter()
+    token = steps(cache, token, options.tokens)
+    host = time.perf_counter() - started
+    torch.cuda.synchronize()
+    decode = (time.perf_counter() - started) / options.tokens
+    if options.profile:
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+            steps(cache, token, 5)
+            torch.cuda.synchronize()
+        text = found.key_averages().table(sort_by="cuda_time_total", row_limit=45, max_name_column_width=90)
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            prefill()
+            torch.cuda.synchronize()
+        text += found.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=90)
+        options.profile.with_name(f"{options.profile.name}-{options.ranks}-{mode}.txt").write_text(text)
+    matrices = sum(p.to_local().numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
+    head = next(p.to_local().numel() for n, p in model.named_parameters() if "lm_head" in n)
+    kept = sum(x.to_local().numel() if hasattr(x, "to_local") else x.numel() for x in (cache.layers[0].keys,))
+    stream = (matrices + 2 * options.layers * kept) * 2 / BANDWIDTH
+    arithmetic = (2 * (matrices - head) * options.context + 2 * head) / ARITHMETIC
+    prompt_time = sorted(prompts)[len(prompts) // 2]
+    return {
+        "mode": mode,
+        "ranks": options.ranks,
+        "layers": options.layers,
+        "plan_s": round(planned, 1),
+        "first_s": round(first, 1),
+        "decode_ms": round(decode * 1e3, 3),
+        "decode_floor_ms": round(stream * 1e3, 3),
+        "decode_ratio": round(decode / stream, 2),
+        "host_ms": round(host / options.tokens * 1e3, 3),
+        "prefill_ms": round(prompt_time * 1e3, 2),
+        "prefill_floor_ms": round(arithmetic * 1e3, 2),
+        "prefill_ratio": round(prompt_time / arithmetic, 2),
+        "recompiled": ctx.compile_times - compiled,
+        "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "skips": dict(torch._dynamo.utils.counters["inductor"]).get("cudagraph_skips", 0),
+    }
+
+
+if __name__ == "__main__":
+    main()
