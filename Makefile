@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv test lint format demo zoo bench clean
+.PHONY: venv test lint format demo zoo generation bench clean
 
 venv: $(STAMP)
 
@@ -40,6 +40,10 @@ demo: venv
 zoo: venv
 	cd tests && ../$(BIN)/python -m zoo --state ../build/zoo.jsonl \
 		$(if $(ONLY),--only '$(ONLY)' --tp $(TP),--page ../docs/results/zoo.md)
+
+# Generation in its modes (caches, beams, padding, sampling) on many architectures; about half an hour.
+generation: venv
+	cd tests && ../$(BIN)/python -m zoo.generation --page ../docs/results/generation.md
 
 # Side by side with transformers' tensor parallelism and others; about a quarter of an hour. `make bench SHAPES=llama`.
 SHAPES ?= llama,gpt2,mixtral

@@ -21,6 +21,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from .capture.functionalize import mutated
 from .distributed.collectives import backend_of
+from .passes.grouped import open_single_query_attention
 from .sharded import ShardedTensor, shards_of, unwrap
 
 
@@ -76,13 +77,14 @@ def compile_local(
     for shard, parameter in zip(shards, lifted.parameters, strict=True):
         shard.requires_grad_(grad and parameter.requires_grad)
     examples = [*shards, *(_plain(given[i]) for i in lifted.inputs)]
+    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in examples) and not grad:
+        open_single_query_attention(lifted.program)
     _describe(lifted)
     dynamic = any(isinstance(x, torch.SymInt) for x in examples)
-    patches = {**options, "triton.cudagraph_skip_dynamic_graphs": True}
+    patches = {**options, "triton.cudagraphs": bool(options.get("triton.cudagraphs")) and not dynamic}
     with tracing(TracingContext(fake_mode)):
         compiled = compile_fx(lifted.program, examples, config_patches=patches)
-    recorded = bool(options.get("triton.cudagraphs")) and not dynamic
-    return _caller(lifted, _kept(compiled) if recorded else compiled)
+    return _caller(lifted, _kept(compiled) if patches["triton.cudagraphs"] else compiled)
 
 
 def _kept(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,107 @@
+"""Attention of a single query without copies of the keys and values.
+
+Models with fewer key/value heads than query heads repeat the former before attention, which copies the whole cache for
+every token where no kernel takes it as it is (a static cache comes with a mask, which rules the fast kernels out). One
+query per sequence needs no kernel at all: the products are sums over the cache that a compiler fuses.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+
+
+def open_single_query_attention(module: GraphModule) -> int:
+    """Replace attention of one query on repeated keys and values, in place; how many times."""
+    graph: Graph = module.graph
+    count = 0
+    for node in list(graph.nodes):
+        found = _match(node)
+        if found is None:
+            continue
+        keys, values, groups = found
+        with graph.inserting_before(node):
+            result = _emit(graph, node, keys, values, groups)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+        count += 1
+    if count:
+        graph.eliminate_dead_code()
+        module.recompile()
+    return count
+
+
+def _match(node: Node) -> tuple[Node, Node, int] | None:
+    """(keys, values, queries per key) of an attention on repeated keys and values with one query."""
+    if node.target is not aten.scaled_dot_product_attention.default:
+        return None
+    query, key, value = node.args[:3]
+    mask = _argument(node, 3, "attn_mask", None)
+    if _argument(node, 4, "dropout_p", 0.0) or _argument(node, 5, "is_causal", False):
+        return None
+    shape = _shape(node)
+    if shape is None or len(shape) != 4 or not isinstance(shape[2], int) or shape[2] != 1:
+        return None
+    if isinstance(mask, Node):
+        seen = _shape(mask)
+        if seen is None or len(seen) != 4 or seen[1] != 1:  # a mask per head
+            return None
+    keys, values = _unrepeated(key), _unrepeated(value)
+    if keys is None or values is None or keys[1] != values[1] or not isinstance(query, Node):
+        return None
+    return keys[0], values[0], keys[1]
+
+
+def _argument(node: Node, position: int, name: str, default: Any) -> Any:
+    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+
+
+def _shape(node: Node) -> tuple[Any, ...] | None:
+    value = node.meta.get("val")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
+
+
+def _unrepeated(node: Any) -> tuple[Node, int] | None:
+    """What ``x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)`` repeats, and how often."""
+    if not isinstance(node, Node) or node.target not in (aten.reshape.default, aten.view.default):
+        return None
+    expand: Any = node.args[0]
+    if not isinstance(expand, Node) or expand.target is not aten.expand.default:
+        return None
+    unsqueeze, sizes = expand.args[0], expand.args[1]  # type: Any, Any
+    if not isinstance(unsqueeze, Node) or unsqueeze.target is not aten.unsqueeze.default or unsqueeze.args[1] != 2:
+        return None
+    if len(sizes) != 5 or not isinstance(sizes[2], int) or len(node.args[1]) != 4:  # type: ignore[arg-type]
+        return None
+    source = unsqueeze.args[0]
+    return (source, sizes[2]) if isinstance(source, Node) else None
+
+
+def _emit(graph: Graph, node: Node, keys: Node, values: Node, groups: int) -> Node:
+    query: Any = node.args[0]
+    mask, scale = _argument(node, 3, "attn_mask", None), node.kwargs.get("scale")
+    return graph.call_function(attend_one, (query, keys, values, mask, groups, scale))
+
+
+def attend_one(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    groups: int,
+    scale: float | None,
+) -> torch.Tensor:
+    """Attention of one query per sequence, ``groups`` query heads on every key/value head. Sums are in float32."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    grouped = query.unflatten(1, (-1, groups)).float() * scale  # [batch, key heads, groups, 1, features]
+    scores = (grouped * keys.unsqueeze(2).float()).sum(-1)  # [batch, key heads, groups, length]
+    if mask is not None:
+        seen = mask.expand(-1, -1, 1, -1)
+        scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen
+    weights = aten._safe_softmax.default(scores, -1).unsqueeze(-1)
+    result = (weights * values.unsqueeze(2).float()).sum(-2)  # [batch, key heads, groups, features]
+    return result.to(query.dtype).flatten(1, 2).unsqueeze(2)

@@ -1,0 +1,84 @@
+"""The local program through Inductor, and what is prepared for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from paraxis import Config
+from paraxis.passes.grouped import attend_one, open_single_query_attention
+
+
+def block() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+
+
+def compiled() -> dict[str, Any]:
+    """Values and gradients of a compiled block, and of the unsharded one."""
+    from models.compare import context
+
+    from paraxis import parallelize_model
+
+    whole, x = block(), torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
+    ctx = context()
+    model = parallelize_model(block(), ctx, example_inputs=x, compile="inductor")
+    with torch.no_grad():
+        plain = model(x)
+    found, expected = model(x), whole(x)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    return {
+        "plain": float((plain - expected).abs().max()),
+        "values": float((found - expected).abs().max()),
+        "gradients": max(float((gradients[n] - p.grad).norm() / p.grad.norm()) for n, p in whole.named_parameters()),  # type: ignore[operator,union-attr]
+        "reduced": sum(c.kind == "all_reduce" for c in ctx.plan.collectives),  # type: ignore[union-attr]
+    }
+
+
+def test_a_block_and_its_gradients(ranks: Any) -> None:
+    for found in ranks(2).run(compiled, timeout=300):
+        assert found["plain"] < 1e-5 and found["values"] < 1e-5
+        assert found["gradients"] < 1e-5
+        assert found["reduced"] == 1
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def repeat(x: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, size = x.shape
+        return x[:, :, None].expand(batch, heads, 4, length, size).reshape(batch, heads * 4, length, size)
+
+    return F.scaled_dot_product_attention(q, repeat(k), repeat(v), mask)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_one_query_takes_keys_as_they_are(kind: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    seen = torch.rand(2, 1, 1, 9) > 0.3
+    mask = seen if kind == "bool" else torch.zeros(2, 1, 1, 9).masked_fill(~seen, -1e9)
+    graph = make_fx(attention, pre_dispatch=True)(q, k, v, mask)
+    assert open_single_query_attention(graph) == 1
+    targets = [n.target for n in graph.graph.nodes]
+    assert attend_one in targets and torch.ops.aten.expand.default not in targets
+    torch.testing.assert_close(graph(q, k, v, mask), attention(q, k, v, mask))
+
+
+@pytest.mark.parametrize("length, heads", [(2, 1), (1, 8)])
+def test_more_queries_and_masks_per_head_stay(length: int, heads: int) -> None:
+    q, k, v = torch.randn(2, 8, length, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    graph = make_fx(attention, pre_dispatch=True)(q, k, v, torch.zeros(2, heads, length, 9))
+    assert open_single_query_attention(graph) == 0
+
+
+def test_options_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="compile='triton'"):
+        Config(compile="triton")
+    with pytest.raises(ValueError, match="mode='reduce-overhead' is a mode of the compiler"):
+        Config(mode="reduce-overhead")

@@ -1,0 +1,155 @@
+"""``python -m zoo.generation``: ``generate`` in its modes, on many architectures, against the unsharded model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import threading
+import warnings
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranks import RankPool
+from zoo.cases import find
+from zoo.check import pair
+
+NEW = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+MODES = ("dynamic", "static", "beams", "padded", "sampled")
+TYPES = (
+    "llama,mistral,qwen2,qwen3,gemma,gemma2,gemma3_text,gpt2,gpt_neox,gptj,opt,bloom,phi,phi3,falcon,stablelm,olmo,"
+    "olmo2,cohere,cohere2,starcoder2,granite,glm,glm4,mixtral,qwen2_moe,qwen3_moe,nemotron,smollm3,gpt_bigcode,"
+    "codegen,helium,ernie4_5,exaone4,persimmon,biogpt"
+)
+
+
+def padded(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """A batch in which one prompt is shorter, padded on the left."""
+    ids, mask = ids.clone(), torch.ones_like(ids)
+    ids[0, :4], mask[0, :4] = 0, 0
+    return model.generate(ids, attention_mask=mask, **NEW)  # type: ignore[no-any-return]
+
+
+def generate(model: Any, ids: torch.Tensor, mode: str) -> list[Any]:
+    """The tokens of one mode."""
+    if mode == "padded":
+        return padded(model, ids).tolist()
+    options: dict[str, dict[str, Any]] = {
+        "dynamic": {},
+        "static": {"cache_implementation": "static"},
+        "beams": {"num_beams": 3},
+        "sampled": {"do_sample": True, "temperature": 1.5},
+    }
+    return model.generate(ids, **{**NEW, **options[mode]}).tolist()  # type: ignore[no-any-return]
+
+
+def check(name: str, folder: str, device: str) -> dict[str, Any]:
+    """For every mode whether the tokens are those of the unsharded model, or why there are none to compare with."""
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    model, unsharded, ctx = pair(find(name), folder, device)
+    ids = find(name).inputs(unsharded)["input_ids"].to(device)
+    found: dict[str, Any] = {}
+    for mode in MODES:
+        if mode == "sampled":  # compared between the ranks: each starts from random numbers of its own
+            torch.manual_seed(ctx.rank)
+            found[mode] = generate(model, ids, mode)
+            continue
+        try:
+            expected = generate(unsharded, ids, mode)
+        except Exception as error:
+            found[mode] = f"the unsharded model: {str(error).splitlines()[0]}"
+            continue
+        found[mode] = generate(model, ids, mode) == expected
+    return found
+
+
+def run(name: str, pool: RankPool, device: str) -> dict[str, Any]:
+    """One type on all ranks of a pool."""
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        find(name).make().save_pretrained(folder)  # type: ignore[operator]
+        try:
+            results = pool.run(check, name, folder, device, timeout=600)
+        except Exception as error:
+            return {"name": name, **dict.fromkeys(MODES, f"{type(error).__name__}: {str(error)[:300]}")}
+    first = dict(results[0])
+    for mode in MODES[:-1]:
+        if any(r[mode] is False for r in results):
+            first[mode] = False
+    first["sampled"] = all(r["sampled"] == first["sampled"] for r in results)
+    return {"name": name, **first}
+
+
+def page(records: list[dict[str, Any]], world: int) -> str:
+    """Markdown: how many are right in each mode, then every type."""
+    import transformers
+
+    lines = [
+        "# Generation",
+        "",
+        f"Tiny models with random weights on {world} ranks, against the unsharded model: tokens exact with a growing",
+        "and a static cache, with 3 beams and in a padded batch; sampled tokens the same on all ranks, which start",
+        "from random states of their own. Made by `make generation`.",
+        "",
+        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
+        f"{platform.python_version()}.",
+        "",
+    ]
+    for mode in MODES:
+        lines.append(f"- {mode}: {sum(r[mode] is True for r in records)} of {len(records)} right.")
+    lines += ["", f"| type | {' | '.join(MODES)} |", f"|---|{'---|' * len(MODES)}"]
+    for record in sorted(records, key=lambda r: r["name"]):
+        cells = ["yes" if record[m] is True else "NO" if record[m] is False else str(record[m]) for m in MODES]
+        lines.append(f"| {record['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=TYPES, help="types, separated by commas")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on ranks of its own")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--state", type=Path, help="where to keep results as they come")
+    parser.add_argument("--page", type=Path, help="where to write the table")
+    options = parser.parse_args()
+    turns, lock, records = iter(options.only.split(",")), threading.Lock(), []
+
+    def serve() -> None:
+        pool = RankPool(options.tp)
+        try:
+            while True:
+                with lock:
+                    name = next(turns, None)
+                if name is None:
+                    return
+                record = run(name, pool, options.device)
+                with lock:
+                    records.append(record)
+                    print(json.dumps(record), flush=True)
+                    if options.state:
+                        with options.state.open("a") as file:
+                            file.write(json.dumps(record) + "\n")
+        finally:
+            pool.close()
+
+    workers = [threading.Thread(target=serve) for _ in range(options.jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    if options.page:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(page(records, options.tp))
+    return 1 if any(record[mode] is False for record in records for mode in MODES) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
