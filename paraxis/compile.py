@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .capture import GraphBreak
-from .capture.growing import mark_growing
+from .capture.growing import mark_fixed, mark_growing
 from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_encoders, translated
 from .core import Config, ParallelExecutionCtx
 from .distributed.collectives import meet
@@ -101,6 +101,8 @@ class CompiledCall:
             if self._seen != self.ctx.compile_times:  # the call before compiled: this one may have to as well
                 self._seen = self.ctx.compile_times
                 mark_growing(args, kwargs)
+            if self.config.enable_sequence_parallel:
+                mark_fixed(args, kwargs)
             try:
                 with open_encoders(), no_collection():
                     return self._compiled(self.module, *args, **kwargs)

@@ -35,6 +35,17 @@ def mark_growing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                 dynamo.maybe_mark_dynamic(tensor, dim)
 
 
+def mark_fixed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keep the sizes of the arguments as they are, a graph for each: a length that may be any cannot be split.
+
+    Not beside a cache that grows: single tokens are not split anyhow.
+    """
+    if next(_growing_states((*args, *kwargs.values())), None) is None:
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
+                dynamo.mark_static(tensor)
+
+
 def _growing_states(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
     """Keys and values in transformers' caches, of layers whose cache has no fixed size."""
     for value in values:

@@ -67,6 +67,9 @@ def gather_box(
         dim, layout = placement.layouts[0]
         if layout.is_even and layout.contiguous(int(shape[dim])):
             return all_gather(local, group, dim)
+        if layout.is_even and layout.contiguous(layout.period):  # every repetition by itself
+            rows = local.unflatten(dim, (int(shape[dim]) // layout.period, -1))
+            return all_gather(rows, group, dim + 1).flatten(dim, dim + 1)
     shape = tuple(int(n) for n in shape)
     shapes = [local_shape(placement, shape, r) for r in range(world)]
     sizes = [int(torch.Size(s).numel()) for s in shapes]
@@ -211,6 +214,9 @@ class _ReduceScatter(torch.autograd.Function):
             dim, layout = placement.layouts[0]
             if layout.is_even and layout.contiguous(x.shape[dim]):
                 return reduce_scatter(x, group, dim)
+            if layout.is_even and layout.contiguous(layout.period):  # every repetition by itself
+                rows = x.unflatten(dim, (x.shape[dim] // layout.period, layout.period))
+                return reduce_scatter(rows, group, dim + 1).flatten(dim, dim + 1)
         return dense(slice_box(all_reduce(x, group), placement, dist.get_rank(group)))
 
     @staticmethod

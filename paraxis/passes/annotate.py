@@ -7,7 +7,8 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..core import Config, ParallelExecutionCtx
-from ..placement import Shard
+from ..placement import Partial, Placement, Replicate, Shard
+from ..solver import Value
 from .base import AnalyzeBase
 from .layers import Layer, find_layers, is_gathered, uses
 from .solve import RESULT, Solved
@@ -37,11 +38,17 @@ class ParallelLayerAnnotatePass(AnalyzeBase):
             for step, strategy in solved.solution.strategies.items()
             for value, placement in zip(step.outputs, strategy.outputs, strict=True)
         }
+        sequence = _Sequence(solved, users, produced)
         for layer in find_layers(solved):
             origin = layer.step.node.meta.get("origin")
             if origin is None:
                 continue
             info = self._describe(layer, solved, users, produced)
+            if config.enable_sequence_parallel and layer.kind != "cross_entropy" and layer.axis is not None:
+                column = layer.axis == "column"
+                info["sequence_parallel"] = (
+                    sequence.before(layer.data) if column else sequence.after(layer.step.outputs[0])
+                )
             origin.meta.update(info)
             self.clear_marker_per_node(origin)
             self.place_marker_per_node(origin, dict(info))
@@ -62,3 +69,36 @@ class ParallelLayerAnnotatePass(AnalyzeBase):
             "input_is_parallel": parallel and axis in ("row", "vocab"),
             "sequence_parallel": False,
         }
+
+
+class _Sequence:
+    """Which layers have a neighbour that is split on the sequence: column layers before, row and vocab layers after."""
+
+    def __init__(self, solved: Solved, users: Any, produced: dict[Value, Placement]) -> None:
+        self.strategies, self.users, self.produced = solved.solution.strategies, users, produced
+        self.maker = {value: step for step in self.strategies for value in step.outputs}
+
+    def before(self, value: Value) -> bool:
+        """Whether a value comes split on the sequence, looking back through views and casts of it."""
+        placement, step = self.produced.get(value), self.maker.get(value)
+        if step is None:
+            return False
+        if _on_the_sequence(placement, step.call.outputs[value.index].ndim):  # type: ignore[union-attr]
+            return True
+        return isinstance(placement, (Replicate, Shard)) and len(step.inputs) == 1 and self.before(step.inputs[0])
+
+    def after(self, value: Value) -> bool:
+        """Whether a sum is scattered on the sequence, looking on through views and casts of it."""
+        for step, i in self.users.get(value, []):
+            if step is None:
+                continue
+            strategy = self.strategies[step]
+            if _on_the_sequence(strategy.inputs[i], step.call.inputs[i].ndim):
+                return True
+            if len(step.inputs) == 1 and isinstance(strategy.outputs[0], Partial) and self.after(step.outputs[0]):
+                return True
+        return False
+
+
+def _on_the_sequence(placement: Placement | None, ndim: int) -> bool:
+    return isinstance(placement, Shard) and ndim > 1 and set(placement.dims) == {ndim - 2}

@@ -243,7 +243,7 @@ class Rewriter:
         versions = self.versions[value]
         if need in versions:
             return versions[need]
-        source = REPLICATE if REPLICATE in versions else self.home[value]
+        source = REPLICATE if REPLICATE in versions else self._nearest(value)
         direct = isinstance(source, Replicate) or (isinstance(source, Partial) and _splits(need))
         shared = isinstance(source, Shard) and not source.layouts
         if need != REPLICATE and not direct and not (shared and need != PARTIAL):
@@ -258,6 +258,13 @@ class Rewriter:
                 node.meta["sum"] = (self._plain_sum(), self.collectives[-1], tensor_of_value(value))
         versions[need] = node
         return node
+
+    def _nearest(self, value: Value) -> Placement:
+        """What a missing version is made of: the value as it was made or, of a sum, the shards it was scattered to."""
+        home = self.home[value]
+        if isinstance(home, Partial):
+            return next((p for p in self.versions[value] if _splits(p)), home)
+        return home
 
     def _is_free(self, value: Value, source: Placement, need: Placement) -> bool:
         """Replicated and shared differ in their gradients only."""

@@ -45,11 +45,6 @@ class ParallelAxisSolverPass(AnalyzeBase):
     """
 
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
-        if config.enable_sequence_parallel:
-            raise ValueError(
-                "enable_sequence_parallel=True is not supported yet: activations between parallel layers are "
-                "replicated. Leave it at False."
-            )
         captured = find_parameters(graph_module, ctx)
         self._check_known(captured, ctx)
         aten = simplify(to_aten(graph_module))
@@ -74,7 +69,9 @@ class ParallelAxisSolverPass(AnalyzeBase):
         world = max(ctx.world_size, 2)
         program = Program(aten, names, fixed, world)
         keep = marked or not config.gather_outputs
-        solution, candidates = search(program, CostModel(world=world), keep_sharded=keep)
+        solution, candidates = search(
+            program, CostModel(world=world), keep_sharded=keep, sequence=config.enable_sequence_parallel
+        )
         if alone:
             solution = on_one_rank(solution)
         solved = Solved(aten, program, solution, candidates, parameters, keep)

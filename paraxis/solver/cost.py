@@ -44,6 +44,8 @@ class CostModel:
     into the forward, so it is split only where it is large."""
     aspect: int = 8
     """From how many inputs per output a layer counts as one with few outputs."""
+    unsplit: float = 1e-3
+    """Seconds for an activation that is whole between parallel layers where it should be split on the sequence."""
     thin: int = 4
     """A parameter of up to so many vectors (a depthwise convolution) may stay whole, as vectors may."""
 

@@ -13,6 +13,7 @@ optimal.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
@@ -22,6 +23,7 @@ import torch
 
 from ..placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Replicate, Shard
 from ..rules import FREE, Call, Given, Strategy, accepts_free, replicated, rule_for, same_size
+from ..rules.base import is_one
 from .cost import CostModel, nbytes
 from .program import Program, Step, Value
 from .structure import Candidates
@@ -69,9 +71,12 @@ _FIXED = 1 << 30  # marks, as a negative position, a placement that does not dep
 
 
 class _Search:
-    def __init__(self, program: Program, candidates: Candidates, model: CostModel, keep_sharded: bool) -> None:
+    def __init__(
+        self, program: Program, candidates: Candidates, model: CostModel, keep_sharded: bool, sequence: bool = False
+    ) -> None:
         self.program, self.candidates, self.model = program, candidates, model
-        self.keep_sharded = keep_sharded
+        self.keep_sharded, self.sequence = keep_sharded, sequence
+        self.length = sequence_length(program) if sequence else None
         self.returned = tuple(v for step in program.steps if step.call is None for v in step.inputs)
         self._leaving = set(self.returned)
         self.sizes: dict[Value, int] = {}
@@ -193,6 +198,8 @@ class _Search:
         for i, g in enumerate(given):
             if g is FREE and not accepts_free(call.target):
                 options.append([REPLICATE, *self._free(call, i)])
+            elif self.sequence and isinstance(g, Partial):
+                options.append([g, *sequence_shards(call.inputs[i].shape, self.length, self.program.world)])
             else:
                 options.append([g])
         for combination in product(*options):
@@ -224,6 +231,8 @@ class _Search:
         for value, tensor, g, need in zip(step.inputs, call.inputs, given, strategy.inputs, strict=True):
             if isinstance(g, (Replicate, Partial, Shard)):
                 cost += self.model.move(g, need, nbytes(tensor))
+                if self.sequence and isinstance(g, Partial) and need in (REPLICATE, SHARED):
+                    cost += self.model.unsplit * (tensor.ndim > 1 and not is_one(tensor.shape[-1]))
                 if g != need and value in self.program.weights and isinstance(g, Shard):
                     cost += self.model.keep(tensor, REPLICATE, splittable=True)  # never gather a weight to save a sum
                 after.append(settled(g, need))
@@ -346,6 +355,29 @@ def share(call: Call, strategy: Strategy) -> Strategy:
     return Strategy(inputs, strategy.outputs, strategy.localize, strategy.kind)
 
 
+def sequence_shards(shape: Sequence[Any], length: int | None, world: int) -> list[Placement]:
+    """How an activation between parallel layers is split on the sequence of ``length``, if it can be.
+
+    It is [..., sequence, features], or [batch * sequence, features], of which every rank then has its part of each
+    sequence.
+    """
+    if length is None or length < world or len(shape) < 2 or not isinstance(shape[-2], int) or is_one(shape[-1]):
+        return []  # a statistic of a norm is as well summed
+    if shape[-2] != length and (len(shape) > 2 or shape[-2] % length):
+        return []
+    return [Shard.of(len(shape) - 2, Layout.even(length, world))]
+
+
+def sequence_length(program: Program) -> int | None:
+    """The length that most activations [batch, sequence, features] of a program have; None if it may be any."""
+    lengths: Counter[int] = Counter()
+    for step in program.steps:
+        for tensor in step.call.outputs if step.call is not None else ():
+            if tensor.ndim == 3 and tensor.dtype.is_floating_point and isinstance(tensor.shape[1], int):
+                lengths[tensor.shape[1]] += 1
+    return lengths.most_common(1)[0][0] if lengths else None
+
+
 def settled(given: Placement, need: Placement) -> Placement:
     """Where a tensor is after it was brought from ``given`` to ``need``: the most useful version at hand."""
     if given == need or isinstance(given, Replicate):
@@ -357,13 +389,18 @@ def settled(given: Placement, need: Placement) -> Placement:
     return REPLICATE  # one shard becomes another by way of the whole, which stays at hand
 
 
-def search(program: Program, model: CostModel, keep_sharded: bool = True) -> tuple[Solution, Candidates]:
-    """The cheapest solution of a program, and the candidates it was chosen from."""
+def search(
+    program: Program, model: CostModel, keep_sharded: bool = True, sequence: bool = False
+) -> tuple[Solution, Candidates]:
+    """The cheapest solution of a program, and the candidates it was chosen from.
+
+    With ``sequence`` the sums of parallel layers are left split on the sequence wherever that is possible.
+    """
     candidates = Candidates(program)
     collecting = gc.isenabled()
     gc.disable()  # millions of small tuples, none of them garbage: collecting would go through them again and again
     try:
-        return _Search(program, candidates, model, keep_sharded).run(), candidates
+        return _Search(program, candidates, model, keep_sharded, sequence).run(), candidates
     finally:
         if collecting:
             gc.enable()
