@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "parallelize_model": "api",
+    "plan_model": "planning",
     "parallelize_backend": "compile",
     "Config": "core",
     "ParallelExecutionCtx": "core",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .meta import MetaAwareMethodsPatcher, initialize_parameter_meta, move_model_to_device
     from .placement import ensure_divisibility
     from .plan import Plan
+    from .planning import plan_model
     from .rules import register_rule
     from .sharded import ShardedTensor
     from .weights.errors import CheckpointError

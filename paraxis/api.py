@@ -13,13 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from .behaviour import dress
-from .capture import GraphBreak, capture
-from .capture.trace import no_collection
-from .compile import CompiledCall, plan_in_pieces, run_pipeline
+from .compile import CompiledCall
 from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
-from .inputs import example_call
 from .meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
-from .passes.replace import finish_plan
+from .planning import make_plan
 from .sharded import ShardedTensor
 from .weights.agree import exchange, together
 from .weights.convert import find_conversions
@@ -27,7 +24,7 @@ from .weights.errors import CheckpointError
 from .weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
 from .weights.init import as_the_model_does, left_out
 from .weights.load import load_buffers
-from .weights.materialize import checksums, materialize_parameters
+from .weights.materialize import checksums
 from .weights.weight_map import check_checkpoint, collect_weight_map, header_of, match_parameters
 
 
@@ -89,7 +86,7 @@ def parallelize_model(
             _map_weights(parallelized, folder, parallel_ctx)
     _check_same_weights(parallel_ctx)
     call = CompiledCall(parallelized, parallel_ctx, config)
-    _plan(call, parallel_ctx, config, examples)
+    make_plan(call, parallel_ctx, config, examples)
     if hasattr(parallelized, "generation_config") and folder is not None:
         _load_generation_config(parallelized, folder)
     parallelized._compiled_call_impl = call  # type: ignore[assignment]
@@ -126,6 +123,22 @@ def _build(folder: Path, model_args: Sequence[Any], torch_dtype: Any, kwargs: Ma
             return model_cls(model_config, *model_args, **rest).eval()
     finally:
         torch.set_default_dtype(before)
+
+
+def build_on_meta(source: Any, torch_dtype: Any, kwargs: Mapping[str, Any]) -> nn.Module:
+    """The model of a Hub id, a directory or a configuration, without memory."""
+    import tempfile
+
+    if hasattr(source, "to_dict"):  # a configuration: the class that it names, or the language model of its type
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        source = type(source).from_dict({**source.to_dict()})
+        if not source.architectures:
+            source.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(source)].__name__]
+        with tempfile.TemporaryDirectory() as folder:
+            source.save_pretrained(folder)
+            return _build(Path(folder), (), torch_dtype, kwargs)
+    return _build(resolve_checkpoint(source, weights=False), (), torch_dtype, kwargs)
 
 
 def _dtype(wanted: torch.dtype | str | None, model_config: Any) -> torch.dtype:
@@ -179,34 +192,6 @@ def _check_same_weights(ctx: ParallelExecutionCtx) -> None:
                 f"the ranks hold different values: {len(differing)} parameters of rank {rank} differ from rank 0's "
                 f"(first {differing[0]}). Seed all ranks alike before building the module, or load the same weights."
             )
-
-
-def _plan(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> None:
-    """Capture the model once, solve the plan and load the weights.
-
-    A model that cannot be captured as one graph is planned by running it: each of its graphs is solved, and its
-    parameters are loaded, when it is met.
-    """
-    args, kwargs = example_call(call.module, examples, ctx.current_device)
-    graphs: list[tuple[Any, Any]] = []
-    obstacle = None
-    with together(ctx.tp_group, "capturing the model", config.sync_timeout), torch.no_grad():
-        try:
-            capture(call.module, args, kwargs, lambda graph, inputs: graphs.append((graph, inputs)))
-        except GraphBreak as error:
-            obstacle = str(error)
-    obstacles = exchange(ctx.tp_group, obstacle, "capturing the model", config.sync_timeout)
-    ctx.planning = True
-    try:
-        with torch.no_grad(), no_collection():
-            if any(obstacles):
-                plan_in_pieces(call, args, kwargs, ctx, next(filter(None, obstacles)))
-            else:
-                run_pipeline(*graphs[0], ctx, config)
-    finally:
-        ctx.planning = False
-    finish_plan(ctx)
-    materialize_parameters(ctx, config)
 
 
 def _load_generation_config(model: nn.Module, folder: Path) -> None:

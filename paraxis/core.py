@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -97,6 +99,7 @@ class ParallelExecutionCtx:
         compile_times: How many graphs were compiled for execution.
         plan: The solved plan, once there is one.
         planning: Whether the plan is still being made: graphs that are compiled now add to it.
+        timings: Seconds spent in each stage: capture, decompose, search, rewrite.
     """
 
     tp_group: dist.ProcessGroup
@@ -110,6 +113,16 @@ class ParallelExecutionCtx:
     compile_times: int = 0
     plan: Plan | None = None
     planning: bool = False
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the time that the body takes to a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - started
 
     def __post_init__(self) -> None:
         if isinstance(self.tp_group, DeviceMesh):
@@ -146,6 +159,7 @@ class Config:
         gather_outputs: Whether tensors returned to the caller are made whole.
         init_seed: Seed of the initialization of weights; ``None`` takes torch's current seed of the first rank.
         show_progress: Show a progress bar while loading, on the first rank.
+        plan_by_blocks: Plan a deep model by its first blocks where the others are like them.
         pipeline: The passes to run; by default those of ``build_parallel_pass_pipeline()``.
         sync_timeout: Seconds the ranks wait for one another before a compilation is given up as diverged.
     """
@@ -159,6 +173,7 @@ class Config:
     gather_outputs: bool = True
     init_seed: int | None = None
     show_progress: bool = True
+    plan_by_blocks: bool = True
     pipeline: PassPipeline | None = None
     sync_timeout: float = 120.0
 

@@ -65,6 +65,7 @@ class Plan:
             between them.
         cost: Seconds under the cost model.
         optimal: Whether the search was exhaustive.
+        timings: Seconds that :func:`paraxis.plan_model` took, by stage. Not part of what is compared or saved.
     """
 
     world_size: int
@@ -77,6 +78,7 @@ class Plan:
     breaks: list[str] = field(default_factory=list)
     cost: float = 0.0
     optimal: bool = True
+    timings: dict[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def sharded_fraction(self) -> float:

@@ -32,8 +32,9 @@ class ParallelLayerReplacePass(PassBase):
         if solved is None:
             raise RuntimeError("ParallelLayerReplacePass needs a solution: run ParallelAxisSolverPass first")
         self._place_parameters(solved, ctx)
-        rewriter = Rewriter(solved, ctx, grad=torch.is_grad_enabled())
-        local = rewriter.run()
+        with ctx.timed("rewrite"):
+            rewriter = Rewriter(solved, ctx, grad=torch.is_grad_enabled())
+            local = rewriter.run()
         if ctx.plan is None or ctx.planning:
             ctx.plan = ctx.plan or Plan(ctx.world_size)
             extend_plan(ctx.plan, solved, rewriter)

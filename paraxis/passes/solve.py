@@ -47,7 +47,8 @@ class ParallelAxisSolverPass(AnalyzeBase):
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
         captured = find_parameters(graph_module, ctx)
         self._check_known(captured, ctx)
-        aten = simplify(to_aten(graph_module))
+        with ctx.timed("decompose"):
+            aten = simplify(to_aten(graph_module))
         by_origin = {p.node: p for p in captured}
         parameters: dict[Node, ParameterInput] = {}
         fixed = {}
@@ -69,9 +70,10 @@ class ParallelAxisSolverPass(AnalyzeBase):
         world = max(ctx.world_size, 2)
         program = Program(aten, names, fixed, world)
         keep = marked or not config.gather_outputs
-        solution, candidates = search(
-            program, CostModel(world=world), keep_sharded=keep, sequence=config.enable_sequence_parallel
-        )
+        with ctx.timed("search"):
+            solution, candidates = search(
+                program, CostModel(world=world), keep_sharded=keep, sequence=config.enable_sequence_parallel
+            )
         if alone:
             solution = on_one_rank(solution)
         solved = Solved(aten, program, solution, candidates, parameters, keep)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, product
 from typing import Any
 
@@ -51,6 +51,8 @@ class Solution:
     parameters: dict[Value, Placement]
     cost: float
     optimal: bool
+    costs: dict[Step, float] = field(default_factory=dict)
+    """What every step adds to the cost."""
 
 
 @dataclass(frozen=True)
@@ -327,18 +329,20 @@ class _Search:
 
     def _read_back(self, cost: float, link: Link | None) -> Solution:
         strategies: dict[Step, Strategy] = {}
+        costs: dict[Step, float] = {}
         final: dict[Value, Placement] = {}
         parameters: dict[Value, Placement] = {}
         while link is not None:
             link, (step, choice) = link
             strategies[step] = choice.strategy
+            costs[step] = choice.cost
             for value, placement in self._places(step, choice).items():
                 final.setdefault(value, placement)  # going backwards, the last use comes first
                 if value in self.program.parameters:
                     parameters[value] = placement  # and the first use comes last and wins
         parameters.update({v: p for v, p in self.program.placements.items() if v in self.program.parameters})
         results = tuple(self._result(final.get(v, self._initial(v))) for v in self.returned)
-        return Solution(strategies, results, parameters, cost, self.optimal)
+        return Solution(strategies, results, parameters, cost, self.optimal, costs)
 
     def _result(self, placement: Given) -> Placement:
         return placement if isinstance(placement, Shard) and self.keep_sharded else REPLICATE
@@ -419,4 +423,5 @@ def on_one_rank(solution: Solution) -> Solution:
         for step, s in solution.strategies.items()
     }
     parameters = {value: whole(p) for value, p in solution.parameters.items()}
-    return Solution(strategies, (REPLICATE,) * len(solution.results), parameters, solution.cost, solution.optimal)
+    results = (REPLICATE,) * len(solution.results)
+    return Solution(strategies, results, parameters, solution.cost, solution.optimal, solution.costs)

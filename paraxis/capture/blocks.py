@@ -1,0 +1,160 @@
+"""Planning a deep model by its first blocks, where the others are like them.
+
+Blocks are alike if nothing that their forward can see tells them apart: classes, parameters' shapes, attributes,
+children, and the entries of the configuration that are theirs. The plan of a block then holds for all that are like
+it, and the time to plan does not grow with the depth. Should it be wrong about that, the model is still right: all
+placements are, and the rest is decided again when the whole model is captured to be run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+FEWEST = 4
+"""Shorter lists are planned whole."""
+
+
+@dataclass
+class Repeated:
+    """A list of modules of which the first ``kept`` are planned; the others, by index, are like one of these."""
+
+    path: str
+    container: nn.ModuleList
+    kept: int
+    like: dict[int, int]
+
+    def renamed(self, name: str, index: int) -> str:
+        """The name in block ``index`` of what has this name in the block that it is like."""
+        prefix = f"{self.path}.{self.like[index]}."
+        return f"{self.path}.{index}.{name.removeprefix(prefix)}" if name.startswith(prefix) else ""
+
+
+def find_repeated(model: nn.Module) -> list[Repeated]:
+    """The outermost lists of modules in which later ones are like earlier ones."""
+    found: list[Repeated] = []
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{r.path}.") for r in found):
+            continue
+        repeated = _repeated(path, module, model)
+        if repeated is not None:
+            found.append(repeated)
+    return found
+
+
+@contextmanager
+def only_first(model: nn.Module, repeated: list[Repeated]) -> Iterator[None]:
+    """The model without the blocks that are like others, and its configuration (which caches are made by) without
+    their entries."""
+    whole = [r.container._modules for r in repeated]
+    changed: list[tuple[Any, str, Any]] = []
+    kept = {len(r.container): r.kept for r in repeated}
+    for config in _configs(model):
+        for name in ("num_hidden_layers", *vars(config)):
+            value = getattr(config, name, None)
+            entries = isinstance(value, list) and len(value) in kept
+            if entries or (name == "num_hidden_layers" and value in kept):
+                changed.append((config, name, value))
+    try:
+        for r in repeated:
+            r.container._modules = dict(list(r.container._modules.items())[: r.kept])
+        for config, name, value in changed:
+            setattr(config, name, value[: kept[len(value)]] if isinstance(value, list) else kept[value])
+        yield
+    finally:
+        for r, modules in zip(repeated, whole, strict=True):
+            r.container._modules = modules
+        for config, name, value in changed:
+            setattr(config, name, value)
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The model's configuration and those inside it."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return []
+    return [config, *(v for v in vars(config).values() if hasattr(v, "to_dict"))]
+
+
+def _repeated(path: str, blocks: nn.ModuleList, model: nn.Module) -> Repeated | None:
+    if len(blocks) < FEWEST:
+        return None
+    views = [dict(_view(block)) for block in blocks]
+    keys = set(views[0])
+    numbers = {
+        k for k in keys for first in (0, 1) if all(view.get(k) == ("plain", i + first) for i, view in enumerate(views))
+    }
+    entries = list(zip(*_entries(model, len(blocks)), strict=True)) or [()] * len(blocks)
+    kinds = [
+        (entry, frozenset((k, v) for k, v in view.items() if k not in numbers))
+        for view, entry in zip(views, entries, strict=True)
+    ]
+    kept = _prefix(kinds)
+    if kept >= len(blocks):
+        return None
+    last = {kind: i for i, kind in enumerate(kinds[:kept])}
+    return Repeated(path, blocks, kept, {i: last[kinds[i]] for i in range(kept, len(kinds))})
+
+
+def _prefix(kinds: list[Any]) -> int:
+    """How many of the first blocks have two of every kind, or the only one."""
+    missing = {kind: min(count, 2) for kind, count in Counter(kinds).items()}
+    for i, kind in enumerate(kinds):
+        if missing.get(kind):
+            missing[kind] -= 1
+            if not any(missing.values()):
+                return i + 1
+    return len(kinds)
+
+
+def _entries(model: nn.Module, count: int) -> list[list[Any]]:
+    """Lists in the configuration with one entry per block."""
+    values = [v for config in _configs(model) for v in vars(config).values()]
+    lists = [v for v in values if isinstance(v, (list, tuple)) and len(v) == count]
+    return [[str(entry) for entry in values] for values in lists]
+
+
+def _view(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Everything about a module that its forward can see, by path."""
+    yield f"{prefix}#", (type(module), module.training)
+    for name, value in vars(module).items():
+        if name == "_modules":
+            for child, inner in module._modules.items():
+                if inner is not None:
+                    yield from _view(inner, f"{prefix}{child}.")
+        elif name in ("_parameters", "_buffers"):
+            for leaf, tensor in value.items():
+                yield f"{prefix}{leaf}", _plain(tensor)
+        elif name != "training" and value != {}:
+            yield f"{prefix}{name}", _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Something hashable that is equal for values that are alike."""
+    if isinstance(value, torch.Tensor):
+        return ("tensor", tuple(value.shape), value.dtype, value.requires_grad)
+    if isinstance(value, (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)):
+        return ("plain", value)
+    if isinstance(value, dict):
+        return ("dict", tuple(_plain(v) for v in value.values()), tuple(map(str, value)) if _named(value) else ())
+    if isinstance(value, (list, tuple)):
+        return ("list", tuple(map(_plain, value)))
+    if isinstance(value, (set, frozenset)):
+        return ("set", frozenset(map(_plain, value)))
+    if isinstance(value, partial):
+        return ("partial", _plain(value.func), _plain(value.args), _plain(value.keywords))
+    if callable(value) and not isinstance(value, (type, nn.Module)):
+        return ("function", id(getattr(value, "__code__", None) or getattr(value, "__func__", value)))
+    return ("object", id(value))
+
+
+def _named(value: dict[Any, Any]) -> bool:
+    """Whether the keys mean something: those of hooks are running numbers."""
+    return all(isinstance(key, str) for key in value)

@@ -1,0 +1,145 @@
+"""Making the plan: of a model that is about to run, or from a configuration alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from .capture import CaptureError, GraphBreak, capture
+from .capture.blocks import Repeated, find_repeated, only_first
+from .capture.trace import no_collection
+from .compile import CompiledCall, plan_in_pieces, run_pipeline
+from .core import Config, ParallelExecutionCtx
+from .inputs import example_call
+from .passes import InitializeOrLoadWeightsPass, PassPipeline, build_parallel_pass_pipeline
+from .passes.alike import spread
+from .passes.replace import finish_plan
+from .passes.solve import RESULT
+from .plan import Plan
+from .weights.agree import exchange, together
+from .weights.materialize import materialize_parameters
+
+Graph = tuple[Any, list[Any]]
+
+
+def make_plan(
+    call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any, *, load: bool = True
+) -> None:
+    """Capture the model, solve the plan and load the weights, all ranks together.
+
+    A deep model is planned by its first blocks where the others are like them. One that cannot be captured as one graph
+    is planned by running it: each of its graphs is solved, and its parameters are loaded, when it is met.
+    """
+    args, kwargs = example_call(call.module, examples, ctx.current_device)
+    if not load:
+        passes = [p for p in config.pipeline or build_parallel_pass_pipeline()]
+        config = replace(
+            config, pipeline=PassPipeline([p for p in passes if not isinstance(p, InitializeOrLoadWeightsPass)])
+        )
+    obstacle = ""
+    with ctx.timed("capture"):
+        graph, repeated = _first_blocks(call.module, args, kwargs, ctx, config)
+        if graph is None:
+            graph, obstacle = _whole_model(call.module, args, kwargs, ctx, config)
+    if graph is None and not load:
+        raise CaptureError(f"{obstacle}. Such a model is planned by running it: give parallelize_model its weights.")
+    ctx.planning = True
+    try:
+        with torch.no_grad(), no_collection():
+            if graph is None:
+                plan_in_pieces(call, args, kwargs, ctx, obstacle)
+            else:
+                run_pipeline(*graph, ctx, config)
+    finally:
+        ctx.planning = False
+    if graph is not None:
+        spread(ctx, repeated, graph[0].meta[RESULT])
+    finish_plan(ctx)
+    if load:
+        materialize_parameters(ctx, config)
+
+
+def _first_blocks(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: ParallelExecutionCtx, config: Config
+) -> tuple[Graph | None, list[Repeated]]:
+    """The graph of a deep model without the blocks that are like others, and these; None if there is none."""
+    repeated = find_repeated(model) if config.plan_by_blocks else []
+    graphs: list[Graph] = []
+    failed = "" if repeated else "no blocks"
+    try:
+        with torch.no_grad(), only_first(model, repeated):
+            if repeated:
+                capture(model, args, kwargs, lambda graph, inputs: graphs.append((graph, inputs)))
+    except Exception as error:  # the forward counts on all its blocks, or cannot be captured at all
+        failed = f"{type(error).__name__}: {error}"
+    if any(exchange(ctx.tp_group, failed, "capturing the first blocks", config.sync_timeout)):
+        return None, []
+    return graphs[0], repeated
+
+
+def _whole_model(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: ParallelExecutionCtx, config: Config
+) -> tuple[Graph | None, str]:
+    """The graph of the model, or what stands in the way of capturing it as one."""
+    graphs: list[Graph] = []
+    obstacle = None
+    with together(ctx.tp_group, "capturing the model", config.sync_timeout), torch.no_grad():
+        try:
+            capture(model, args, kwargs, lambda graph, inputs: graphs.append((graph, inputs)))
+        except GraphBreak as error:
+            obstacle = str(error)
+    obstacles = [x for x in exchange(ctx.tp_group, obstacle, "capturing the model", config.sync_timeout) if x]
+    return (None, obstacles[0]) if obstacles else (graphs[0], "")
+
+
+# -- without ranks, weights or devices ---------------------------------------------------------------------------
+
+
+def plan_model(model: str | os.PathLike[str] | Any, tp_size: int, *, torch_dtype: Any = None, **kwargs: Any) -> Plan:
+    """The plan of a model over ``tp_size`` ranks, without any: no weights, no process group, no GPU.
+
+    Args:
+        model: A Hub id, a directory with a ``config.json``, a transformers configuration, or a module.
+        tp_size: The number of ranks.
+        torch_dtype: Dtype of the parameters; by default what the config says.
+        kwargs: As for :func:`paraxis.parallelize_model`.
+    """
+    from . import api
+
+    config, kwargs = api._split_config(kwargs)
+    examples = kwargs.pop("example_inputs", None)
+    with imagined_group(tp_size) as group:
+        ctx = ParallelExecutionCtx(tp_group=group, current_device=torch.device("cpu"))
+        if not isinstance(model, nn.Module):
+            with ctx.timed("build"):
+                model = api.build_on_meta(model, torch_dtype, kwargs)
+        parallelized = api._attach(model, ctx, None)
+        make_plan(CompiledCall(parallelized, ctx, config), ctx, config, examples, load=False)
+    assert ctx.plan is not None
+    ctx.plan.timings = dict(ctx.timings)
+    return ctx.plan
+
+
+@contextmanager
+def imagined_group(size: int) -> Iterator[dist.ProcessGroup]:
+    """A process group of which only this process exists."""
+    if dist.is_initialized():
+        raise RuntimeError(
+            "plan_model imagines ranks of its own, but torch.distributed is initialized: call it before "
+            "init_process_group, or use the plan of parallelize_model (ctx.plan)."
+        )
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,98 @@
+"""Planning deep models by their first blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paraxis import plan_model
+from paraxis.capture.blocks import find_repeated, only_first
+
+
+class Block(nn.Module):
+    def __init__(self, index: int, width: int = 16, scale: float = 1.0) -> None:
+        super().__init__()
+        self.index, self.scale = index, scale
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.relu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def kept(blocks: list[nn.Module]) -> tuple[int, dict[int, int]] | None:
+    found = find_repeated(Stack(blocks))
+    return (found[0].kept, found[0].like) if found else None
+
+
+def test_blocks_that_differ_in_their_number_only_are_alike() -> None:
+    assert kept([Block(i) for i in range(6)]) == (2, {2: 1, 3: 1, 4: 1, 5: 1})
+
+
+def test_every_kind_is_kept() -> None:
+    widths = [16, 16, 24, 16, 16, 24, 16, 16, 24]
+    assert kept([Block(i, n) for i, n in enumerate(widths)]) == (6, {6: 4, 7: 4, 8: 5})
+
+
+@pytest.mark.parametrize(
+    "blocks",
+    [
+        [Block(i) for i in range(3)],
+        [Block(i, scale=0.5**i) for i in range(6)],
+        [*(Block(i) for i in range(5)), Block(5, 24)],
+        [Block(0), *(nn.Sequential(Block(i)) if i % 2 else Block(i) for i in range(1, 4))],
+    ],
+    ids=["few", "an attribute that the forward uses", "a last one of its own", "too few of each kind"],
+)
+def test_others_are_planned_whole(blocks: list[nn.Module]) -> None:
+    assert kept(blocks) is None
+
+
+def test_the_model_is_whole_again_afterwards() -> None:
+    model = Stack([Block(i) for i in range(6)])
+    with only_first(model, find_repeated(model)):
+        assert len(model.blocks) == 2
+    assert len(model.blocks) == 6
+
+
+def deep(kind: str) -> Any:
+    from transformers import Gemma2Config, GPT2Config, LlamaConfig
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 96}
+    if kind == "gpt2":
+        return GPT2Config(n_embd=32, n_layer=5, n_head=8, vocab_size=96)
+    if kind == "gemma2":
+        return Gemma2Config(**sizes, head_dim=8, intermediate_size=64, num_hidden_layers=6)
+    return LlamaConfig(**sizes, intermediate_size=64, num_hidden_layers=5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_the_plan_is_that_of_all_blocks(kind: str) -> None:
+    found, whole = plan_model(deep(kind), 4), plan_model(deep(kind), 4, plan_by_blocks=False)
+    data, expected = found.to_json(), whole.to_json()
+    assert data.pop("cost") == pytest.approx(expected.pop("cost"))
+    for name in ("parameters", "layers", "collectives", "sharded_fraction", "unplanned", "optimal"):
+        assert data[name] == expected[name], name
+    assert sorted(map(str, data["replicated"])) == sorted(map(str, expected["replicated"]))
+
+
+def test_a_forward_that_counts_on_all_its_blocks() -> None:
+    class Counting(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks[5](super().forward(x))
+
+    plan = plan_model(Counting([Block(i) for i in range(6)]), 2, example_inputs=torch.ones(2, 8))
+    assert not plan.unplanned and plan.count() == {"all_reduce": 7}
