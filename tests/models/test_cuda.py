@@ -67,3 +67,24 @@ def test_bfloat16_on_a_gpu(name: str, ranks: Any, tmp_path: Any) -> None:
         worst = max(found["plain_gradients_exact"].values())
         assert max(found["gradients_exact"].values()) <= 1.5 * worst
         assert torch.equal(found["all"], results[0]["all"])
+
+
+def compiled_tokens(folder: str, mode: str | None) -> dict[str, bool]:
+    """Whether a compiled model gives the unsharded one's tokens, with a growing and with a static cache."""
+    model, _ = parallel(folder, "cuda:0", torch_dtype=torch.float32, compile="inductor", mode=mode)
+    model.eval()
+    unsharded = reference(folder, dtype=torch.float32).cuda()
+    ids = batch(unsharded.config.vocab_size)[0].cuda()
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    expected = unsharded.generate(ids, **options)
+    return {
+        cache: torch.equal(model.generate(ids, cache_implementation=cache, **options), expected)
+        for cache in ("dynamic", "static")
+    }
+
+
+@pytest.mark.parametrize(("world", "mode"), [(2, None), (1, "reduce-overhead")])
+def test_compiled_on_a_gpu(world: int, mode: str | None, ranks: Any, tmp_path: Any) -> None:
+    """One rank records CUDA graphs; gloo's collectives cannot be recorded."""
+    for found in ranks(world).run(compiled_tokens, save("llama", tmp_path), mode, timeout=400):
+        assert found == {"dynamic": True, "static": True}
