@@ -13,6 +13,10 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "parallelize_model": "api",
     "plan_model": "planning",
+    "explain_plan": "explaining",
+    "compare_plans": "comparing",
+    "Machine": "solver",
+    "ConstraintError": "solver",
     "parallelize_backend": "compile",
     "Config": "core",
     "ParallelExecutionCtx": "core",
@@ -37,15 +41,18 @@ __all__ = ["__version__", *_EXPORTS]
 if TYPE_CHECKING:
     from .api import parallelize_model
     from .capture import CaptureError
+    from .comparing import compare_plans
     from .compile import parallelize_backend
     from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
     from .errors import CollectiveError, UnsoundRuleError
+    from .explaining import explain_plan
     from .meta import MetaAwareMethodsPatcher, initialize_parameter_meta, move_model_to_device
     from .placement import ensure_divisibility
     from .plan import Plan
     from .planning import plan_model
     from .rules import register_rule
     from .sharded import ShardedTensor
+    from .solver import ConstraintError, Machine
     from .weights.errors import CheckpointError
 
 

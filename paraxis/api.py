@@ -65,7 +65,7 @@ def parallelize_model(
         CaptureError: the model's forward cannot be captured; the message has the line.
     """
     _check_distributed(parallel_ctx)
-    config, kwargs = _split_config(kwargs)
+    config, kwargs = split_config(kwargs)
     examples = kwargs.pop("example_inputs", None)
     folder = None
     if not isinstance(model, nn.Module):
@@ -77,7 +77,7 @@ def parallelize_model(
             model = _build(folder, model_args, torch_dtype, kwargs)
     elif kwargs:
         raise TypeError(f"unknown options for a module: {', '.join(kwargs)}")
-    parallelized = _attach(model, parallel_ctx, torch_dtype if folder is None else None)
+    parallelized = attach(model, parallel_ctx, torch_dtype if folder is None else None)
     if skip_load_weights:
         for parameter in parallel_ctx.param_cache.values():
             _meta(parameter).source = None
@@ -106,7 +106,8 @@ def _check_distributed(ctx: ParallelExecutionCtx) -> None:
         )
 
 
-def _split_config(kwargs: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+def split_config(kwargs: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """The fields of :class:`Config` among keyword arguments, and the others."""
     names = {f.name for f in fields(Config)}
     config = Config(**{k: v for k, v in kwargs.items() if k in names})
     return config, {k: v for k, v in kwargs.items() if k not in names}
@@ -150,7 +151,7 @@ def _dtype(wanted: torch.dtype | str | None, model_config: Any) -> torch.dtype:
     return dtype
 
 
-def _attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module:
+def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module:
     """Replace the parameters by empty sharded ones; the context starts afresh."""
     if any(isinstance(p, ShardedTensor) and p._local.numel() for p in model.parameters()):
         raise RuntimeError("this model is already parallel: call parallelize_model on a model once")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from .placement import Placement
 if TYPE_CHECKING:
     from .passes.base import PassPipeline
     from .plan import Plan
+    from .solver import Machine
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,8 @@ class ParallelExecutionCtx:
         plan: The solved plan, once there is one.
         planning: Whether the plan is still being made: graphs that are compiled now add to it.
         timings: Seconds spent in each stage: capture, decompose, search, rewrite.
+        aliases: For parameters that several modules share: all their names, by the first.
+        repeats: How many parameters of the model one that is planned stands for, where blocks are planned once.
     """
 
     tp_group: dist.ProcessGroup
@@ -114,6 +118,8 @@ class ParallelExecutionCtx:
     plan: Plan | None = None
     planning: bool = False
     timings: dict[str, float] = field(default_factory=dict)
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    repeats: dict[str, int] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -145,6 +151,9 @@ class ParallelExecutionCtx:
         return dist.get_world_size(self.tp_group)
 
 
+OBJECTIVES = ("prefill", "decode", "training")
+
+
 @dataclass
 class Config:
     """Options that do not change at run time.
@@ -153,7 +162,15 @@ class Config:
         lint_and_recompile: Lint and recompile the graph after every pass.
         clean_markers_after_all_passes: Remove the analysis results from ``node.meta`` when the pipeline is done.
         weight_init_fn: Initializes weights that no checkpoint provides; called as ``weight_init_fn(tensor)``.
-        enable_sequence_parallel: Shard the regions between parallel layers on the sequence.
+        enable_sequence_parallel: Shard the regions between parallel layers on the sequence; ``"auto"`` does so where it
+            is the cheaper way.
+        machine: What the ranks run on, for the costs: a preset ("h100", "h200", "a100", "pcie", "nodes", "cpu"), a file
+            that ``paraxis calibrate`` wrote, or a :class:`paraxis.Machine`.
+        objective: What the plan is to be cheap for: ``"prefill"``, ``"decode"`` or ``"training"``; by default one
+            forward pass of the example inputs. Example inputs that are not given are made up accordingly.
+        constraints: Wishes about parameters: ``{"*.mlp.down_proj": "row", "lm_head": "not whole"}``.
+        memory_limit: Bytes that the parameters of a rank may take. Parameters are then kept whole where that is faster
+            and there is room; without a limit they are split wherever they can be.
         compile: How a rank's local program runs: as it is (``None``) or compiled (``"inductor"``).
         mode: Inductor's mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, ...
         gather_outputs: Whether tensors returned to the caller are made whole.
@@ -167,7 +184,11 @@ class Config:
     lint_and_recompile: bool = True
     clean_markers_after_all_passes: bool = True
     weight_init_fn: Callable[..., Any] = partial(nn.init.normal_, std=0.02)  # noqa: RUF009 -- immutable
-    enable_sequence_parallel: bool = False
+    enable_sequence_parallel: bool | Literal["auto"] = False
+    machine: str | os.PathLike[str] | Machine | None = None
+    objective: str | None = None
+    constraints: Mapping[str, str | Sequence[str]] | None = None
+    memory_limit: int | None = None
     compile: str | None = None
     mode: str | None = None
     gather_outputs: bool = True
@@ -178,6 +199,8 @@ class Config:
     sync_timeout: float = 120.0
 
     def __post_init__(self) -> None:
+        if self.objective not in (None, *OBJECTIVES):
+            raise ValueError(f"objective={self.objective!r} is not known: use one of {', '.join(OBJECTIVES)}")
         if self.compile not in (None, "inductor"):
             raise ValueError(f"compile={self.compile!r} is not known: leave it out, or use compile='inductor'")
         if self.mode is not None and self.compile is None:

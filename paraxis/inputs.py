@@ -7,13 +7,21 @@ from typing import Any
 import torch
 from torch import nn
 
-BATCH, LENGTH = 2, 8
+SIZES: dict[str | None, tuple[int, int]] = {
+    None: (2, 8),
+    "prefill": (1, 2048),
+    "decode": (1, 2),  # one is a number of its own to a compiler; what a call of so few costs is the same
+    "training": (1, 2048),
+}
+"""Batch and length of made-up inputs, by what the plan is for."""
 
 
-def example_call(model: nn.Module, examples: Any, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def example_call(
+    model: nn.Module, examples: Any, device: torch.device, objective: str | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """(args, kwargs) to call the model with: those given, or made up for a model that takes token ids."""
     if examples is None:
-        return (), _dummy(model, device)
+        return (), _dummy(model, device, objective)
     if isinstance(examples, dict):
         return (), _to(examples, device)
     if isinstance(examples, (tuple, list)):
@@ -21,7 +29,7 @@ def example_call(model: nn.Module, examples: Any, device: torch.device) -> tuple
     return (_to(examples, device),), {}
 
 
-def _dummy(model: nn.Module, device: torch.device) -> dict[str, Any]:
+def _dummy(model: nn.Module, device: torch.device, objective: str | None) -> dict[str, Any]:
     config = getattr(model, "config", None)
     if config is None:
         raise ValueError(
@@ -29,8 +37,10 @@ def _dummy(model: nn.Module, device: torch.device) -> dict[str, Any]:
             "example_inputs=, a tensor, a tuple of positional or a dict of keyword arguments."
         )
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
-        rows = BATCH * (getattr(config, "num_codebooks", None) or 1)  # audio models take a row per codebook
-        ids = torch.ones(rows, LENGTH, dtype=torch.int64, device=device)
+        batch, length = SIZES[objective]
+        rows = batch * (getattr(config, "num_codebooks", None) or 1)  # audio models take a row per codebook
+        length = min(length, getattr(config, "max_position_embeddings", None) or length)
+        ids = torch.ones(rows, length, dtype=torch.int64, device=device)
         inputs = {"input_ids": ids}
         if getattr(config, "is_encoder_decoder", False):
             inputs["decoder_input_ids"] = ids

@@ -63,7 +63,10 @@ class Plan:
             sizes allow it; a later call that uses them is solved with what was chosen here.
         breaks: Where the model could not be captured as one graph. There it runs as several, with whole tensors
             between them.
-        cost: Seconds under the cost model.
+        cost: What the search minimized, in seconds under the cost model: time, and a price for every parameter that
+            stays whole.
+        seconds: The time alone.
+        communication: The part of it that is spent on collectives.
         optimal: Whether the search was exhaustive.
         timings: Seconds that :func:`paraxis.plan_model` took, by stage. Not part of what is compared or saved.
     """
@@ -77,6 +80,8 @@ class Plan:
     unplanned: list[str] = field(default_factory=list)
     breaks: list[str] = field(default_factory=list)
     cost: float = 0.0
+    seconds: float = 0.0
+    communication: float = 0.0
     optimal: bool = True
     timings: dict[str, float] = field(default_factory=dict, compare=False)
 
@@ -128,6 +133,8 @@ class Plan:
             "unplanned": list(self.unplanned),
             "breaks": list(self.breaks),
             "cost": self.cost,
+            "seconds": self.seconds,
+            "communication": self.communication,
             "optimal": self.optimal,
         }
 
@@ -150,6 +157,8 @@ class Plan:
             unplanned=list(data.get("unplanned", [])),
             breaks=list(data.get("breaks", [])),
             cost=data["cost"],
+            seconds=data.get("seconds", 0.0),
+            communication=data.get("communication", 0.0),
             optimal=data["optimal"],
         )
 
@@ -170,7 +179,7 @@ class Plan:
 
         rows: dict[tuple[Any, ...], list[str]] = {}
         for layer in self.layers:
-            key = (_pattern(layer.name), layer.kind, layer.axis, layer.gather_output, layer.input_is_parallel)
+            key = (pattern_of(layer.name), layer.kind, layer.axis, layer.gather_output, layer.input_is_parallel)
             rows.setdefault((*key, layer.global_shape, layer.local_shape), []).append(layer.name)
         title = f"Plan for {self.world_size} ranks: {self.sharded_fraction:.1%} of the parameters on each"
         table = Table(title=title, caption=self._caption(), caption_justify="left")
@@ -192,7 +201,9 @@ class Plan:
     def _caption(self) -> str:
         kinds = ", ".join(f"{n} {kind}" for kind, n in self.count().items()) or "none"
         lines = [f"Collectives in one forward: {kinds}."]
-        places = Counter((c.kind, _pattern(c.module), "×".join(map(str, c.shape)), c.reason) for c in self.collectives)
+        places = Counter(
+            (c.kind, pattern_of(c.module), "×".join(map(str, c.shape)), c.reason) for c in self.collectives
+        )
         lines += [
             f"  {n} {kind} of {shape} after {where or 'the model'}" + (f": {why}" if why else "")
             for (kind, where, shape, why), n in places.items()
@@ -203,7 +214,7 @@ class Plan:
         lines += [f"Whole: {name}: {reason}" for name, reason in _grouped(matrices)]
         lines += [f"Gathered: {name}: {reason}" for name, reason in _grouped(self.gathered)]
         if self.unplanned:
-            some = ", ".join(dict.fromkeys(_pattern(name) for name in self.unplanned[:64]))
+            some = ", ".join(dict.fromkeys(pattern_of(name) for name in self.unplanned[:64]))
             lines.append(f"Not used by the planned forward, split for memory where possible: {some}")
         lines += [f"Not one graph: {reason}" for reason in self.breaks]
         return "\n".join(lines)
@@ -211,10 +222,11 @@ class Plan:
 
 def _grouped(items: list[tuple[str, str]]) -> list[tuple[str, str]]:
     """Equal notes on repeated blocks once."""
-    return list(dict.fromkeys((_pattern(name), reason) for name, reason in items))
+    return list(dict.fromkeys((pattern_of(name), reason) for name, reason in items))
 
 
-def _pattern(name: str) -> str:
+def pattern_of(name: str) -> str:
+    """A name with its numbers left open: what repeated blocks have in common."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,13 @@ from .capture.trace import no_collection
 from .compile import CompiledCall, plan_in_pieces, run_pipeline
 from .core import Config, ParallelExecutionCtx
 from .inputs import example_call
+from .meta import tied_names
 from .passes import InitializeOrLoadWeightsPass, PassPipeline, build_parallel_pass_pipeline
-from .passes.alike import spread
+from .passes.alike import copies, own, spread
 from .passes.replace import finish_plan
-from .passes.solve import RESULT
+from .passes.solve import RESULT, Solved
 from .plan import Plan
+from .solver.constraints import check_names, parse
 from .weights.agree import exchange, together
 from .weights.materialize import materialize_parameters
 
@@ -31,15 +33,19 @@ Graph = tuple[Any, list[Any]]
 
 def make_plan(
     call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any, *, load: bool = True
-) -> None:
+) -> tuple[Solved | None, list[Repeated]]:
     """Capture the model, solve the plan and load the weights, all ranks together.
 
     A deep model is planned by its first blocks where the others are like them. One that cannot be captured as one graph
     is planned by running it: each of its graphs is solved, and its parameters are loaded, when it is met.
+
+    Returns the solution of the model's graph, if it is one, and the blocks that were left out of it.
     """
-    args, kwargs = example_call(call.module, examples, ctx.current_device)
+    args, kwargs = example_call(call.module, examples, ctx.current_device, config.objective)
+    ctx.aliases = tied_names(call.module)
+    check_names(parse(config.constraints), {name: ctx.aliases.get(name, [name]) for name in ctx.param_cache})
     if not load:
-        passes = [p for p in config.pipeline or build_parallel_pass_pipeline()]
+        passes = config.pipeline or build_parallel_pass_pipeline()
         config = replace(
             config, pipeline=PassPipeline([p for p in passes if not isinstance(p, InitializeOrLoadWeightsPass)])
         )
@@ -51,6 +57,7 @@ def make_plan(
     if graph is None and not load:
         raise CaptureError(f"{obstacle}. Such a model is planned by running it: give parallelize_model its weights.")
     ctx.planning = True
+    ctx.repeats = copies(repeated, ctx.param_cache)
     try:
         with torch.no_grad(), no_collection():
             if graph is None:
@@ -64,6 +71,7 @@ def make_plan(
     finish_plan(ctx)
     if load:
         materialize_parameters(ctx, config)
+    return (graph[0].meta[RESULT] if graph is not None else None), repeated
 
 
 def _first_blocks(
@@ -71,6 +79,8 @@ def _first_blocks(
 ) -> tuple[Graph | None, list[Repeated]]:
     """The graph of a deep model without the blocks that are like others, and these; None if there is none."""
     repeated = find_repeated(model) if config.plan_by_blocks else []
+    if not _wanted_alike(repeated, config, ctx):
+        repeated = []
     graphs: list[Graph] = []
     failed = "" if repeated else "no blocks"
     try:
@@ -82,6 +92,17 @@ def _first_blocks(
     if any(exchange(ctx.tp_group, failed, "capturing the first blocks", config.sync_timeout)):
         return None, []
     return graphs[0], repeated
+
+
+def _wanted_alike(repeated: list[Repeated], config: Config, ctx: ParallelExecutionCtx) -> bool:
+    """Whether the constraints ask the same of every block as of the one it is like."""
+    return all(
+        wish.matches([name]) == wish.matches([each.renamed(name, index)])
+        for wish in parse(config.constraints)
+        for each in repeated
+        for index in each.like
+        for name in own(each, each.like[index], ctx.param_cache)
+    )
 
 
 def _whole_model(
@@ -111,20 +132,38 @@ def plan_model(model: str | os.PathLike[str] | Any, tp_size: int, *, torch_dtype
         torch_dtype: Dtype of the parameters; by default what the config says.
         kwargs: As for :func:`paraxis.parallelize_model`.
     """
+    with imagined(model, tp_size, torch_dtype, kwargs) as planned:
+        return planned.plan
+
+
+@dataclass
+class Planned:
+    """A plan that was made without ranks, with all that it came from."""
+
+    plan: Plan
+    ctx: ParallelExecutionCtx
+    config: Config
+    solved: Solved
+    repeated: list[Repeated]
+
+
+@contextmanager
+def imagined(model: Any, tp_size: int, torch_dtype: Any, kwargs: dict[str, Any]) -> Iterator[Planned]:
+    """Plan a model over ranks that do not exist; they are there as long as the context is open."""
     from . import api
 
-    config, kwargs = api._split_config(kwargs)
+    config, kwargs = api.split_config(kwargs)
     examples = kwargs.pop("example_inputs", None)
     with imagined_group(tp_size) as group:
         ctx = ParallelExecutionCtx(tp_group=group, current_device=torch.device("cpu"))
         if not isinstance(model, nn.Module):
             with ctx.timed("build"):
                 model = api.build_on_meta(model, torch_dtype, kwargs)
-        parallelized = api._attach(model, ctx, None)
-        make_plan(CompiledCall(parallelized, ctx, config), ctx, config, examples, load=False)
-    assert ctx.plan is not None
-    ctx.plan.timings = dict(ctx.timings)
-    return ctx.plan
+        parallelized = api.attach(model, ctx, None)
+        solved, repeated = make_plan(CompiledCall(parallelized, ctx, config), ctx, config, examples, load=False)
+        assert ctx.plan is not None and solved is not None
+        ctx.plan.timings = dict(ctx.timings)
+        yield Planned(ctx.plan, ctx, config, solved, repeated)
 
 
 @contextmanager

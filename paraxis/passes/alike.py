@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ def spread(ctx: ParallelExecutionCtx, repeated: list[Repeated], solved: Solved) 
     reasons = dict(plan.replicated)
     for each in repeated:
         for index in each.like:
-            for name in _own(each, each.like[index], ctx.param_cache):
+            for name in own(each, each.like[index], ctx.param_cache):
                 other = each.renamed(name, index)
                 source, target = _spec(ctx, name), _spec(ctx, other)
                 if source is None or target is None or source.placement is None or target.placement is not None:
@@ -31,16 +32,28 @@ def spread(ctx: ParallelExecutionCtx, repeated: list[Repeated], solved: Solved) 
                 plan.add_parameter(other, source.placement, tuple(ctx.param_cache[other].shape), rank=0)
                 if name in reasons:
                     plan.replicated.append((other, reasons[name]))
-            plan.cost += sum(
-                cost for step, cost in solved.solution.costs.items() if each.renamed(f"{module_of(step.node)}.", index)
-            )
+            inside = [s for s in solved.program.steps if each.renamed(f"{module_of(s.node)}.", index)]
+            talk = sum(solved.account.talk.get(s, 0.0) for s in inside)
+            plan.cost += sum(solved.solution.costs.get(s, 0.0) for s in inside)
+            plan.seconds += talk + sum(solved.account.work.get(s, 0.0) for s in inside)
+            plan.communication += talk
         plan.layers = _repeat(plan.layers, each, lambda x: x.name, lambda x, name: replace(x, name=name))
         plan.collectives = _repeat(plan.collectives, each, lambda x: x.module, lambda x, name: replace(x, module=name))
         plan.gathered = _repeat(plan.gathered, each, lambda x: x[0], lambda x, name: (name, x[1]))
 
 
-def _own(each: Repeated, index: int, names: Any) -> list[str]:
+def own(each: Repeated, index: int, names: Iterable[str]) -> list[str]:
+    """The names of what is in one of the blocks."""
     return [name for name in names if name.startswith(f"{each.path}.{index}.")]
+
+
+def copies(repeated: list[Repeated], names: Iterable[str]) -> dict[str, int]:
+    """How many parameters of the model those of the planned blocks stand for, themselves included."""
+    counts: Counter[str] = Counter()
+    for each in repeated:
+        for index in each.like:
+            counts.update(own(each, each.like[index], names))
+    return {name: count + 1 for name, count in counts.items()}
 
 
 def _spec(ctx: ParallelExecutionCtx, name: str) -> Any:

@@ -62,6 +62,8 @@ class ParallelLayerReplacePass(PassBase):
 def extend_plan(plan: Plan, solved: Solved, rewriter: Rewriter) -> None:
     """Write the solution of a graph down in terms of the model; the same on every rank, with shapes of the first."""
     plan.cost += solved.solution.cost
+    plan.seconds += solved.account.seconds
+    plan.communication += solved.account.communication
     plan.optimal &= solved.solution.optimal
     used = {p.name: Value(node) for node, p in solved.parameters.items()}
     for node, parameter in solved.parameters.items():

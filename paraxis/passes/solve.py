@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch.fx import GraphModule, Node
 
 from ..capture import simplify, to_aten, whole_op
 from ..core import Config, ParallelExecutionCtx
 from ..placement import Replicate
 from ..rules import Strategy
-from ..solver import Candidates, CostModel, Program, Solution, Step, on_one_rank, search
+from ..solver import (
+    Account,
+    Candidates,
+    CostModel,
+    Program,
+    Solution,
+    Step,
+    Wanted,
+    account,
+    machine_of,
+    on_one_rank,
+    solve,
+)
+from ..solver.constraints import parse
 from .base import AnalyzeBase
 from .parameters import ParameterInput, find_parameters, sharded_inputs
 
@@ -29,6 +43,8 @@ class Solved:
     parameters: dict[Node, ParameterInput] = field(default_factory=dict)
     """By node of the ATen graph."""
     keep_sharded: bool = True
+    model: CostModel = field(default_factory=CostModel)
+    account: Account = field(default_factory=Account)
     order: list[str] = field(default_factory=list)
     """What the local program does that ranks must do in the same order: layers, redistributions, random draws."""
 
@@ -70,13 +86,18 @@ class ParallelAxisSolverPass(AnalyzeBase):
         world = max(ctx.world_size, 2)
         program = Program(aten, names, fixed, world)
         keep = marked or not config.gather_outputs
+        model = cost_model(ctx, config, world)
+        wanted = Wanted(
+            parse(config.constraints), ctx.aliases, None if alone else config.memory_limit, dict(ctx.repeats)
+        )
         with ctx.timed("search"):
-            solution, candidates = search(
-                program, CostModel(world=world), keep_sharded=keep, sequence=config.enable_sequence_parallel
+            solution, candidates = solve(
+                program, model, wanted, keep_sharded=keep, sequence=bool(config.enable_sequence_parallel)
             )
+        spent = account(program, solution, model)
         if alone:
             solution = on_one_rank(solution)
-        solved = Solved(aten, program, solution, candidates, parameters, keep)
+        solved = Solved(aten, program, solution, candidates, parameters, keep, model, spent)
         graph_module.meta[RESULT] = solved
         self._mark(solution.strategies, graph_module)
         return graph_module
@@ -105,6 +126,13 @@ class ParallelAxisSolverPass(AnalyzeBase):
                     "placement": outputs[0],
                     "parallel": not isinstance(outputs[0], Replicate),
                 }
+
+
+def cost_model(ctx: ParallelExecutionCtx, config: Config, world: int) -> CostModel:
+    """The costs that a graph is solved with."""
+    backward = config.objective == "training" and (ctx.planning or torch.is_grad_enabled())
+    model = CostModel.on(machine_of(config.machine), world, backward=backward)
+    return replace(model, unsplit=0.0) if config.enable_sequence_parallel == "auto" else model
 
 
 def _is_other(found: ParameterInput, known: object) -> bool:

@@ -1,8 +1,32 @@
 """Choosing a placement for every tensor: the program, the candidate layouts, the cost and the search."""
 
+from .account import Account, account
+from .constraints import Constraint, ConstraintError
 from .cost import CostModel
+from .machine import PRESETS, Link, Machine, machine_of
 from .program import Program, Step, Value
-from .search import Solution, on_one_rank, search
+from .search import Solution, Unsatisfiable, on_one_rank, search
 from .structure import Candidates
+from .wanted import Wanted, solve
 
-__all__ = ["Candidates", "CostModel", "Program", "Solution", "Step", "Value", "on_one_rank", "search"]
+__all__ = [
+    "PRESETS",
+    "Account",
+    "Candidates",
+    "Constraint",
+    "ConstraintError",
+    "CostModel",
+    "Link",
+    "Machine",
+    "Program",
+    "Solution",
+    "Step",
+    "Unsatisfiable",
+    "Value",
+    "Wanted",
+    "account",
+    "machine_of",
+    "on_one_rank",
+    "search",
+    "solve",
+]

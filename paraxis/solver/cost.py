@@ -6,13 +6,14 @@ does not run. Beyond that, fewer and smaller collectives win, then less work per
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 
 from ..placement import Partial, Placement, Replicate, Shard
 from ..rules import Call, Strategy, Tensor
+from .machine import DEFAULT, Machine, volume
 from .program import hint
 
 aten = torch.ops.aten
@@ -28,13 +29,20 @@ _CONTRACTING = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """Rates of the machine. The defaults are the order of magnitude of one node with a fast interconnect."""
+    """Seconds for what a rank does, and prices, in seconds too, for what is not a matter of time.
+
+    ``latency``, ``bandwidth``, ``flops`` and ``memory`` are the rates of a plain machine; a :class:`Machine` that is
+    given takes their place (see :meth:`on`).
+    """
 
     world: int = 2
-    latency: float = 2e-5
-    bandwidth: float = 1e11
-    flops: float = 1e14
-    memory: float = 1e12
+    latency: float = DEFAULT.link.latency
+    bandwidth: float = DEFAULT.link.bandwidth
+    flops: float = DEFAULT.flops
+    memory: float = DEFAULT.memory
+    machine: Machine | None = None
+    backward: bool = False
+    """Whether a backward pass follows: twice the work, and the collectives that bring gradients together."""
     detour: float = 1e-8
     """Of two equal ways, reduce a sum early: later terms round in every rank, and replicated values are simpler."""
     replication: float = 1e-6
@@ -59,21 +67,39 @@ class CostModel:
         )
         return max(parts)
 
-    def all_reduce(self, size: float) -> float:
-        return self.latency + 2 * (self.world - 1) / self.world * size / self.bandwidth
+    @classmethod
+    def on(cls, machine: Machine, world: int, *, backward: bool = False) -> CostModel:
+        """The costs of a number of ranks on a machine."""
+        if machine is DEFAULT:
+            return cls(world=world, backward=backward)
+        return cls(world=world, flops=machine.flops, memory=machine.memory, machine=machine, backward=backward)
 
-    def all_gather(self, size: float) -> float:
-        return self.latency + (self.world - 1) / self.world * size / self.bandwidth
+    def without_prices(self) -> CostModel:
+        """Time alone: what a plan takes, rather than what makes it the one to choose."""
+        return replace(self, detour=0.0, replication=0.0, narrow=0.0, unsplit=0.0)
+
+    def collective(self, kind: str, size: float) -> float:
+        """Seconds for a collective on a tensor that has ``size`` bytes when it is whole."""
+        if self.machine is not None:
+            return self.machine.collective(kind, size, self.world)
+        return self.latency + volume(kind, self.world) * size / self.bandwidth
 
     def move(self, source: Placement, target: Placement, size: float) -> float:
         """Bring a tensor of ``size`` bytes from one placement to another."""
-        if source == target or isinstance(source, Replicate):
-            return 0.0
-        if isinstance(source, Partial):
-            if isinstance(target, Shard) and target.layouts:
-                return self.all_gather(size)
-            return self.all_reduce(size)
-        return self.all_gather(size) if source.layouts else 0.0
+        kind = collective_between(source, target)
+        return self.collective(kind, size) if kind is not None else 0.0
+
+    def return_gradient(self, source: Placement, target: Placement, size: float, uses: int) -> float:
+        """Bring the gradient of a tensor that was moved back to where it came from, in the backward pass.
+
+        A tensor is moved once for all its ``uses``, and so is its gradient: they are charged for it alike.
+        """
+        if not self.backward or source == target or not isinstance(target, Shard):
+            return 0.0  # a whole gradient is at hand: every rank takes what it needs of it
+        if target.layouts:
+            return self.collective("all_gather", size) / uses
+        kind = "reduce_scatter" if isinstance(source, Shard) and source.layouts else "all_reduce"
+        return self.collective(kind, size) / uses
 
     def run(self, call: Call, strategy: Strategy) -> float:
         """Compute and memory traffic of one rank."""
@@ -88,7 +114,11 @@ class CostModel:
             if isinstance(strategy.outputs[0], Partial):
                 work = numel(call.out) * self.fraction(placement)
             seconds += 2 * work * inner / self.flops
-        elif not strategy.kind and any(isinstance(p, Partial) for p in strategy.outputs):
+        if self.backward:
+            seconds *= 3
+        if call.target in _CONTRACTING:
+            return seconds
+        if not strategy.kind and any(isinstance(p, Partial) for p in strategy.outputs):
             seconds += self.detour
         return seconds
 
@@ -103,6 +133,15 @@ class CostModel:
             narrow = tensor.ndim == 2 and sizes[1] >= self.aspect * sizes[0]
             return (self.narrow if narrow else self.replication) * nbytes(tensor)
         return self.fraction(placement) * nbytes(tensor) / self.memory
+
+
+def collective_between(source: Placement, target: Placement) -> str | None:
+    """What brings a tensor from one placement to another; None if nothing has to be sent."""
+    if source == target or isinstance(source, Replicate):
+        return None
+    if isinstance(source, Partial):
+        return "reduce_scatter" if isinstance(target, Shard) and target.layouts else "all_reduce"
+    return "all_gather" if source.layouts else None
 
 
 def numel(tensor: Tensor) -> int:

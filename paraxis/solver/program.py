@@ -81,6 +81,11 @@ class Program:
         for step in self.steps:
             if step.inputs and self.weights.issuperset(step.inputs):
                 self.weights.update(step.outputs)
+        self.learned = set(self.parameters)
+        """Parameters and all that depends on one: what has a gradient in training."""
+        for step in self.steps:
+            if not self.learned.isdisjoint(step.inputs):
+                self.learned.update(step.outputs)
 
     def _add(self, node: Node) -> None:
         results = node.meta.get("val")

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from typing import Any
 
@@ -44,6 +44,8 @@ class Solution:
         parameters: The placement of every parameter.
         cost: Seconds, under the cost model.
         optimal: Whether no cheaper assignment exists under the cost model.
+        costs: What every step adds to the cost.
+        given: Where the inputs of every step were before it.
     """
 
     strategies: dict[Step, Strategy]
@@ -52,7 +54,15 @@ class Solution:
     cost: float
     optimal: bool
     costs: dict[Step, float] = field(default_factory=dict)
-    """What every step adds to the cost."""
+    given: dict[Step, tuple[Given, ...]] = field(default_factory=dict)
+
+
+class Unsatisfiable(ValueError):
+    """No way to run this step is permitted."""
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(f"no way to run {step.node.target} is permitted")
+        self.step = step
 
 
 @dataclass(frozen=True)
@@ -62,8 +72,11 @@ class _Choice:
     strategy: Strategy
     after: tuple[Placement, ...]
     cost: float
+    given: tuple[Given, ...] = ()
 
 
+Permit = Callable[[Step, Strategy, tuple[Given, ...], tuple[Placement, ...]], bool]
+"""Whether a step may be run this way, from these placements of its inputs, leaving them in those."""
 Link = tuple[Any, Any]
 State = tuple[int, ...]
 """Placements of the live tensors, by number."""
@@ -74,15 +87,22 @@ _FIXED = 1 << 30  # marks, as a negative position, a placement that does not dep
 
 class _Search:
     def __init__(
-        self, program: Program, candidates: Candidates, model: CostModel, keep_sharded: bool, sequence: bool = False
+        self,
+        program: Program,
+        candidates: Candidates,
+        model: CostModel,
+        keep_sharded: bool,
+        sequence: bool = False,
+        permit: Permit | None = None,
     ) -> None:
-        self.program, self.candidates, self.model = program, candidates, model
+        self.program, self.candidates, self.model, self.permit = program, candidates, model, permit
         self.keep_sharded, self.sequence = keep_sharded, sequence
         self.length = sequence_length(program) if sequence else None
         self.returned = tuple(v for step in program.steps if step.call is None for v in step.inputs)
         self._leaving = set(self.returned)
         self.sizes: dict[Value, int] = {}
         self.optimal = True
+        self.uses = Counter(v for step in program.steps if step.call for v in step.inputs)
         self._splittable: dict[Value, bool] = {}
         self._names: dict[Given, int] = {}
         self._placements: list[Given] = []
@@ -141,6 +161,8 @@ class _Search:
                 known = result.get(key)
                 if known is None or total < known[0]:
                     result[key] = (total, (link, (step, choice)))
+        if not result:
+            raise Unsatisfiable(step)
         return [*untouched, *touched, *(step.outputs[k] for k in made)], result
 
     def _tail(self, step: Step, choice: _Choice, touched: list[Value], made: list[int]) -> State:
@@ -175,6 +197,8 @@ class _Search:
         best: dict[Any, _Choice] = {}
         for strategy in self._strategies(step, step.call, given):
             choice = self._price(step, step.call, strategy, given)
+            if self.permit is not None and not self.permit(step, strategy, given, choice.after):
+                continue
             key = (strategy.outputs, choice.after)
             if key not in best or choice.cost < best[key].cost:
                 best[key] = choice
@@ -237,13 +261,15 @@ class _Search:
                     cost += self.model.unsplit * (tensor.ndim > 1 and not is_one(tensor.shape[-1]))
                 if g != need and value in self.program.weights and isinstance(g, Shard):
                     cost += self.model.keep(tensor, REPLICATE, splittable=True)  # never gather a weight to save a sum
+                if self.model.backward and value in self.program.learned:
+                    cost += self.model.return_gradient(g, need, nbytes(tensor), self.uses[value])
                 after.append(settled(g, need))
             else:
                 kept = REPLICATE if need in (PARTIAL, SHARED) else need
                 after.append(kept)
                 if value not in self.program.placements:
                     cost += self.model.keep(tensor, kept, self._can_split(value, tensor.shape))
-        return _Choice(strategy, tuple(after), cost)
+        return _Choice(strategy, tuple(after), cost, given)
 
     def _can_split(self, value: Value, shape: tuple[Any, ...]) -> bool:
         if value not in self._splittable:
@@ -330,19 +356,20 @@ class _Search:
     def _read_back(self, cost: float, link: Link | None) -> Solution:
         strategies: dict[Step, Strategy] = {}
         costs: dict[Step, float] = {}
+        given: dict[Step, tuple[Given, ...]] = {}
         final: dict[Value, Placement] = {}
         parameters: dict[Value, Placement] = {}
         while link is not None:
             link, (step, choice) = link
             strategies[step] = choice.strategy
-            costs[step] = choice.cost
+            costs[step], given[step] = choice.cost, choice.given
             for value, placement in self._places(step, choice).items():
                 final.setdefault(value, placement)  # going backwards, the last use comes first
                 if value in self.program.parameters:
                     parameters[value] = placement  # and the first use comes last and wins
         parameters.update({v: p for v, p in self.program.placements.items() if v in self.program.parameters})
         results = tuple(self._result(final.get(v, self._initial(v))) for v in self.returned)
-        return Solution(strategies, results, parameters, cost, self.optimal, costs)
+        return Solution(strategies, results, parameters, cost, self.optimal, costs, given)
 
     def _result(self, placement: Given) -> Placement:
         return placement if isinstance(placement, Shard) and self.keep_sharded else REPLICATE
@@ -394,17 +421,22 @@ def settled(given: Placement, need: Placement) -> Placement:
 
 
 def search(
-    program: Program, model: CostModel, keep_sharded: bool = True, sequence: bool = False
+    program: Program,
+    model: CostModel,
+    keep_sharded: bool = True,
+    sequence: bool = False,
+    permit: Permit | None = None,
 ) -> tuple[Solution, Candidates]:
     """The cheapest solution of a program, and the candidates it was chosen from.
 
-    With ``sequence`` the sums of parallel layers are left split on the sequence wherever that is possible.
+    With ``sequence`` the sums of parallel layers are left split on the sequence wherever that is possible. ``permit``
+    rules out ways to run a step; :class:`Unsatisfiable` is raised where it leaves none.
     """
     candidates = Candidates(program)
     collecting = gc.isenabled()
     gc.disable()  # millions of small tuples, none of them garbage: collecting would go through them again and again
     try:
-        return _Search(program, candidates, model, keep_sharded, sequence).run(), candidates
+        return _Search(program, candidates, model, keep_sharded, sequence, permit).run(), candidates
     finally:
         if collecting:
             gc.enable()
@@ -424,4 +456,4 @@ def on_one_rank(solution: Solution) -> Solution:
     }
     parameters = {value: whole(p) for value, p in solution.parameters.items()}
     results = (REPLICATE,) * len(solution.results)
-    return Solution(strategies, results, parameters, solution.cost, solution.optimal, solution.costs)
+    return replace(solution, strategies=strategies, parameters=parameters, results=results)
