@@ -12,9 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli import demo
+from paraxis.cli import calibrate, demo, diff, explain, plan
 
 COMMANDS: dict[str, Callable[..., Any]] = {
+    "plan": plan.command,
+    "explain": explain.command,
+    "diff": diff.command,
+    "calibrate": calibrate.command,
     "demo": demo.command,
 }
 

@@ -1,0 +1,108 @@
+"""`paraxis calibrate`: measure what the ranks of this machine can do, for the costs of plans."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paraxis.cli._errors import Debug, told
+from paraxis.cli._launch import console, launch
+
+SMALL, LARGE = 256, 1 << 22
+"""Elements of the tensors that latency and bandwidth are measured with."""
+REPEATS = 20
+
+
+def command(
+    tp: Annotated[int, typer.Option("--tp", min=2, help="Number of ranks to measure with.")] = 2,
+    out: Annotated[Path, typer.Option("--out", help="Where to write the machine.")] = Path("machine.json"),
+    debug: Debug = False,
+) -> None:
+    """Measure collectives, matrix products and memory of this machine, and write them to a file.
+
+    The file is for `--machine` of the other commands, and for `machine=` in Python. Example:
+    paraxis calibrate --tp 4 --out mine.json
+    """
+    with told(debug):
+        from paraxis.solver import Link, Machine
+
+        measured = launch(tp, measure)
+        slowest: dict[str, Any] = {
+            key: (min if key in ("flops", "memory") else max)(m[key] for m in measured)
+            for key in measured[0]
+            if key != "name"
+        }
+        links = {}
+        for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+            links[kind] = link_of(kind, slowest[f"{kind} small"], slowest[f"{kind} large"], tp)
+        machine = Machine(
+            name=f"{tp} ranks, measured on {measured[0]['name']}",
+            flops=slowest["flops"],
+            memory=slowest["memory"],
+            link=Link(links["all_reduce"].latency, links["all_reduce"].bandwidth),
+            links=links,
+        )
+        machine.save(out)
+        shown = console()
+        shown.print(f"{machine.name}: {machine.flops / 1e9:.1f} GFLOP/s, {machine.memory / 1e9:.1f} GB/s of memory.")
+        for kind, link in links.items():
+            shown.print(f"  {kind}: {link.latency * 1e6:.1f} µs and {link.bandwidth / 1e9:.2f} GB/s")
+        shown.print(f"Written to {out}.")
+
+
+def link_of(kind: str, small: float, large: float, world: int) -> Any:
+    """Latency and bandwidth from the seconds that a small and a large tensor take."""
+    from paraxis.solver.machine import Link, volume
+
+    sent = volume(kind, world) * (LARGE - SMALL) * 4
+    return Link(small, sent / max(large - small, 1e-9))
+
+
+def measure() -> dict[str, Any]:
+    """What one rank measures: seconds of collectives, operations and bytes per second."""
+    import os
+    import platform
+
+    import torch
+    import torch.distributed as dist
+
+    from paraxis.distributed.collectives import all_gather, all_reduce, reduce_scatter
+
+    cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("nccl" if cuda else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    group: Any = dist.group.WORLD
+    world = dist.get_world_size()
+    found: dict[str, Any] = {"name": torch.cuda.get_device_name(device) if cuda else platform.machine()}
+
+    def timed(function: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(REPEATS):
+            dist.barrier()
+            start = time.perf_counter()
+            function()
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times[REPEATS // 4 :])
+
+    for size, count in (("small", SMALL), ("large", LARGE)):
+        part = torch.ones(count // world, device=device)
+        whole = torch.ones(part.numel() * world, device=device)
+        found[f"all_reduce {size}"] = timed(lambda x=whole: all_reduce(x, group))  # type: ignore[misc]
+        found[f"all_gather {size}"] = timed(lambda x=part: all_gather(x, group))  # type: ignore[misc]
+        found[f"reduce_scatter {size}"] = timed(lambda x=whole: reduce_scatter(x, group))  # type: ignore[misc]
+    side = 4096 if cuda else 512
+    matrix = torch.randn(side, side, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
+    found["flops"] = 2 * side**3 / timed(lambda: matrix @ matrix)
+    stream = torch.ones((1 << 28) if cuda else (1 << 24), device=device)
+    found["memory"] = stream.numel() * 8 / timed(lambda: stream.mul_(1.0))  # read and written
+    dist.destroy_process_group()
+    return found

@@ -1,0 +1,34 @@
+"""`paraxis diff`: what differs between two plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paraxis.cli._errors import Debug, told
+from paraxis.cli._planning import JsonOption
+
+PlanFile = Annotated[Path, typer.Argument(help="A file written by `paraxis plan --save`.")]
+
+
+def command(first: PlanFile, second: PlanFile, as_json: JsonOption = False, debug: Debug = False) -> None:
+    """Show what differs between two saved plans, and what it costs.
+
+    Example: paraxis diff prefill.json decode.json
+    """
+    with told(debug):
+        from paraxis import Plan, compare_plans
+
+        plans = []
+        for path in (first, second):
+            try:
+                plans.append(Plan.load(str(path)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{str(path)!r} is not a plan ({error}); write one with `paraxis plan --save`"
+                ) from error
+        found = compare_plans(*plans)
+        typer.echo(json.dumps(found.to_json(), indent=1) if as_json else found.text())

@@ -1,0 +1,114 @@
+"""The commands, called as a user does: what they print, and how they fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from paraxis.cli import app
+from paraxis.solver import machine_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with nothing but a configuration."""
+    path = tmp_path_factory.mktemp("model")
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=64,
+        vocab_size=96,
+    ).save_pretrained(path)
+    return str(path)
+
+
+def call(*args: str) -> Any:
+    result = CliRunner().invoke(app, list(args))
+    torch._dynamo.reset()
+    return result
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, paraxis.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    text = call("--help").output
+    assert all(name in text for name in ("plan", "explain", "diff", "calibrate", "demo"))
+
+
+def test_plan_and_diff(folder: str, tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    plain = call("plan", folder, "--tp", "2", "--json", "--save", files[0])
+    assert plain.exit_code == 0, plain.output
+    data = json.loads(plain.stdout)
+    assert {layer["name"]: layer["axis"] for layer in data["layers"]}["lm_head"] == "column"
+    assert data["optimal"] and data["seconds"] > 0
+    other = call("plan", folder, "--tp", "2", "-c", "*.down_proj=column", "--machine", "pcie", "--save", files[1])
+    assert other.exit_code == 0, other.output
+    assert "Plan for 2 ranks" in other.output and "the cheapest plan there is" in other.output
+    found = call("diff", *files)
+    assert found.exit_code == 0 and "layer model.layers.*.mlp.down_proj: row | column" in found.output
+    assert json.loads(call("diff", *files, "--json").stdout)["differences"]
+
+
+def test_explain(folder: str) -> None:
+    found = call("explain", folder, "lm_head", "--tp", "2")
+    assert found.exit_code == 0, found.output
+    assert found.output.startswith("lm_head.weight [96×32] over 2 ranks: split on dimension 0 (column)")
+    assert "µs per pass" in found.output
+
+
+def test_calibrate(tmp_path: Path) -> None:
+    out = tmp_path / "mine.json"
+    found = call("calibrate", "--tp", "2", "--out", str(out))
+    assert found.exit_code == 0, found.output
+    machine = machine_of(out)
+    assert machine.flops > 1e8 and machine.memory > 1e7
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        assert 1e-7 < machine.links[kind].latency < 1.0 and machine.links[kind].bandwidth > 1e6
+    assert "2 ranks, measured on" in machine.name
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["plan", "{file}"], "is a file; give the directory with its config.json"),
+        (["plan", "{empty}"], "has no config.json"),
+        (["plan", "{broken}"], "config.json"),
+        (["plan", "no-one/has-this-model"], "no-one/has-this-model"),
+        (["plan", "{folder}", "--machine", "abacus"], "machine='abacus' is neither a preset"),
+        (["plan", "{folder}", "--objective", "fun"], "objective='fun' is not known"),
+        (["plan", "{folder}", "-c", "lm_head"], "is not of the form PATTERN=WISH"),
+        (["plan", "{folder}", "-c", "lm_haed=row"], "no parameter or module has such a name. Did you mean 'lm_head'"),
+        (["plan", "{folder}", "--memory-limit", "0.000001"], "memory_limit=1000 (1000 bytes) cannot hold"),
+        (["explain", "{folder}", "lm_haed"], "is neither a parameter nor a module"),
+        (["diff", "{file}", "{file}"], "is not a plan"),
+        (["diff", "{empty}/a.json", "{file}"], "No such file"),
+    ],
+)
+def test_errors_are_one_paragraph(args: list[str], text: str, folder: str, tmp_path: Path) -> None:
+    places = {"folder": folder}
+    for name in ("empty", "broken"):
+        (tmp_path / name).mkdir()
+        places[name] = str(tmp_path / name)
+    (tmp_path / "broken" / "config.json").write_text("{not json")
+    places["file"] = str(tmp_path / "file.json")
+    Path(places["file"]).write_text("[]")
+    found = call(*(arg.format(**places) for arg in args))
+    assert found.exit_code == 1
+    assert text in found.stderr and "Traceback" not in found.stderr
+    assert len(found.stderr.strip().splitlines()) == 1
+
+
+def test_bad_numbers_of_ranks(folder: str) -> None:
+    assert call("plan", folder, "--tp", "0").exit_code == 2
+    assert call("calibrate", "--tp", "1").exit_code == 2

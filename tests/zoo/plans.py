@@ -1,0 +1,244 @@
+"""``python -m zoo.plans``: our plans beside the hand-written ones that transformers ships, layer by layer.
+
+Theirs says where weights are; what is sent is then taken to be the least that is possible with them there: the search
+is asked for the cheapest plan in which every matrix is placed as theirs says. So its cost is a lower bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import sys
+import warnings
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paraxis import CaptureError, ParallelExecutionCtx, Plan, parallelize_model
+from paraxis.passes import AnalyzeBase, PassPipeline, build_parallel_pass_pipeline
+from paraxis.passes.solve import RESULT, Solved
+from paraxis.placement import Shard
+from paraxis.planning import imagined, imagined_group
+from paraxis.solver import Account, Unsatisfiable, account, search
+from paraxis.solver.constraints import Constraint, Wishes
+from zoo.cases import all_cases, find
+
+
+def their_plan(model: Any) -> dict[str, str]:
+    """The hand-written plan of a model, by patterns of names; empty if it ships with none."""
+    return dict(getattr(model, "_tp_plan", None) or {})
+
+
+def style_of(names: list[str], plan: dict[str, str]) -> str | None:
+    """What a plan says of the parameter with these names: of itself, or of its module."""
+    for name in names:
+        generic = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+        for key in (generic, generic.rpartition(".")[0]):
+            if key in plan:
+                return plan[key]
+    return None
+
+
+def dim_of(style: str | None, ndim: int) -> int | None:
+    """The dimension that a style splits; None if it leaves the parameter whole."""
+    if style is None or ndim == 0:
+        return None
+    if style.startswith(("colwise", "packed_colwise")):
+        return max(ndim - 2, 0)
+    if style.startswith(("rowwise", "packed_rowwise")):
+        return ndim - 1 if ndim > 1 else None
+    return {"embedding_rowwise": 0, "embedding_colwise": 1}.get(style)
+
+
+def shipped() -> list[str]:
+    """The types whose model ships with a plan that says something of its parameters."""
+    found = []
+    for name, case in all_cases().items():
+        if case.kind == "module":
+            continue
+        try:
+            with torch.device("meta"):
+                model = case.build(**case.overrides)
+        except Exception:
+            continue
+        plan = their_plan(model)
+        if any(dim_of(style_of([n], plan), p.ndim) is not None for n, p in model.named_parameters()):
+            found.append(name)
+    return found
+
+
+def compare(name: str, world: int = 2) -> dict[str, Any]:
+    """Both plans of one type: the layers that differ, and what either takes."""
+    case = find(name)
+    model = case.make()
+    theirs = their_plan(model)
+    options: dict[str, Any] = {}
+    if case.kind != "causal-lm":
+        options["example_inputs"] = {k: v for k, v in case.inputs(model).items() if k != "labels"}
+    try:
+        with imagined(model, world, None, options) as planned:
+            record = _compared(planned.plan, planned.ctx.aliases, [planned.solved], theirs)
+    except CaptureError:
+        record = _compared(*_in_pieces(case.make(), world, options), theirs)
+    torch._dynamo.reset()
+    return {"name": name, **record}
+
+
+class _Note(AnalyzeBase):
+    """Keeps what the solver found for every graph."""
+
+    def __init__(self) -> None:
+        self.found: list[Solved] = []
+
+    def run(self, graph_module: Any, ctx: Any, config: Any) -> Any:
+        self.found.append(graph_module.meta[RESULT])
+        return graph_module
+
+
+def _in_pieces(model: Any, world: int, options: dict[str, Any]) -> tuple[Plan, dict[str, list[str]], list[Solved]]:
+    """The plan of a model that is several graphs, which are planned when they are met: it has to run."""
+    torch._dynamo.reset()
+    note, passes = _Note(), list(build_parallel_pass_pipeline())
+    with imagined_group(world) as group:
+        ctx = ParallelExecutionCtx(group, torch.device("cpu"))
+        pipeline = PassPipeline([passes[0], note, *passes[1:]])
+        parallelize_model(model, ctx, pipeline=pipeline, show_progress=False, **options)
+    assert ctx.plan is not None
+    return ctx.plan, ctx.aliases, note.found
+
+
+def _compared(plan: Plan, aliases: dict[str, list[str]], solved: list[Solved], their: dict[str, str]) -> dict[str, Any]:
+    styles = {n: style_of(aliases.get(n, [n]), their) for n in plan.parameters}
+    shapes = {n: p.global_shape for n, p in plan.parameters.items()}
+    theirs = {n: dim_of(styles[n], len(shape)) for n, shape in shapes.items()}
+    wishes = {
+        n: Constraint(n, "whole" if d is None else f"shard({d})") for n, d in theirs.items() if len(shapes[n]) > 1
+    }
+    given_up: list[str] = []
+    least = [_least(each, aliases, wishes, given_up) for each in solved]
+    spent = [account(each.program, solution, each.model) for each, solution in zip(solved, least)]
+    differing: dict[str, tuple[str, str]] = {}
+    for n, p in plan.parameters.items():
+        ours = [d for d, _ in p.placement.layouts] if isinstance(p.placement, Shard) else []
+        if len(p.global_shape) > 1 and ours != ([theirs[n]] if theirs[n] is not None else []):
+            pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", n)
+            differing[pattern] = (styles[n] or "not mentioned", f"split on dimension {ours[0]}" if ours else "whole")
+    return {
+        "differing": differing,
+        "fraction": [_fraction(theirs, shapes, plan.world_size), plan.sharded_fraction],
+        "cost": [sum(x.cost for x in least), sum(x.solution.cost for x in solved)],
+        "microseconds": [_micro(spent), _micro([x.account for x in solved])],
+        "optimal": all(x.solution.optimal for x in solved),
+        "graphs": len(solved),
+        "given_up": given_up,
+        "whole": [f"{n}: {why}" for n, why in plan.replicated if len(shapes[n]) > 1],
+    }
+
+
+def _least(solved: Solved, aliases: dict[str, list[str]], wishes: dict[str, Constraint], given_up: list[str]) -> Any:
+    """The cheapest solution with every matrix where theirs has it; less those of which no operator can do that."""
+    while True:
+        permit = Wishes(list(wishes.values()), solved.program, aliases).permit
+        try:
+            return search(solved.program, solved.model, solved.keep_sharded, permit=permit)[0]
+        except Unsatisfiable as problem:
+            stuck = [n for v in problem.step.inputs if (n := solved.program.parameters.get(v)) in wishes]
+            assert stuck, problem
+            given_up += [str(wishes.pop(n)) for n in stuck]
+
+
+def _fraction(dims: dict[str, int | None], shapes: dict[str, tuple[int, ...]], world: int) -> float:
+    total = mine = 0.0
+    for n, shape in shapes.items():
+        size, dim = torch.Size(shape).numel(), dims[n]
+        total += size
+        mine += size if dim is None else size / shape[dim] * -(-shape[dim] // world)
+    return mine / total
+
+
+def _micro(spent: list[Account]) -> float:
+    return round(sum(x.seconds for x in spent) * 1e6, 2)
+
+
+def problems(record: dict[str, Any]) -> list[str]:
+    """What ought not to be: ours dearer, or with more on a rank."""
+    theirs, ours = record["cost"]
+    found = [] if ours <= theirs * (1 + 1e-9) else [f"costs {ours:.3e} against {theirs:.3e}"]
+    theirs, ours = record["fraction"]
+    return found + ([] if ours <= theirs + 1e-9 else [f"holds {ours:.4f} against {theirs:.4f}"])
+
+
+def page(records: list[dict[str, Any]], world: int) -> str:
+    """Markdown: a summary, then every type with what differs."""
+    import transformers
+
+    bad = [r for r in records if "error" in r or problems(r)]
+    lines = [
+        "# Plans beside the hand-written ones",
+        "",
+        f"Every type whose model ships with a tensor-parallel plan in transformers {transformers.__version__}, as",
+        f"a tiny model on {world} ranks. For theirs, every matrix is where their plan has it, and what is sent is the",
+        "least that is possible then. *Cost* is what the search minimizes: estimated time, and a price for what stays",
+        "whole that could be split. *Time* is the estimate alone, in microseconds of one forward pass; where theirs is",
+        "shorter, it is because something stays whole. *Held* is the part of all parameters that a rank holds. Made by",
+        "`make plans`.",
+        "",
+        f"{date.today().isoformat()}, torch {torch.__version__}, Python {platform.python_version()}.",
+        "",
+        f"{len(records)} types; {sum(not r.get('differing') for r in records)} with the same plan; "
+        f"ours is dearer or holds more in {len(bad)}.",
+        "",
+        "| type | held: theirs | ours | cost: theirs | ours | time: theirs | ours | what differs (theirs → ours) |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in sorted(records, key=lambda r: r["name"]):
+        if "error" in r:
+            lines.append(f"| {r['name']} | | | | | | | not compared: {r['error']} |")
+            continue
+        notes = [f"`{p}`: {a} → {b}" for p, (a, b) in r["differing"].items()]
+        notes += [f"their {x} fits no operator" for x in r["given_up"]] + [f"**{x}**" for x in problems(r)]
+        held, cost, time = r["fraction"], r["cost"], r["microseconds"]
+        lines.append(
+            f"| {r['name']} | {held[0]:.3f} | {held[1]:.3f} | {cost[0]:.2e} | {cost[1]:.2e} | {time[0]} | {time[1]} | "
+            f"{'; '.join(notes) or 'nothing'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="types, separated by commas")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--state", type=Path, help="where to keep results as they come; it goes on from there")
+    parser.add_argument("--page", type=Path, help="where to write the table")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    records: dict[str, dict[str, Any]] = {}
+    if options.state and options.state.is_file():
+        records = {r["name"]: r for r in map(json.loads, options.state.read_text().splitlines())}
+    names = options.only.split(",") if options.only else shipped()
+    for name in names:
+        if name in records:
+            continue
+        try:
+            record = compare(name, options.tp)
+        except Exception as error:
+            torch._dynamo.reset()
+            record = {"name": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+        records[name] = record
+        print(name, record.get("error") or problems(record) or record["differing"], flush=True)
+        if options.state:
+            options.state.parent.mkdir(parents=True, exist_ok=True)
+            with options.state.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    if options.page:
+        options.page.write_text(page(list(records.values()), options.tp))
+    return int(any("error" in r or problems(r) for r in records.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
