@@ -1,0 +1,181 @@
+"""The optimum as an integer program, solved by HiGHS: for programs too large to try everything.
+
+Nothing here searches. A *version* of a value is the value between one use and the next, since using a value may leave
+it in another placement. Which placements a version can have at all follows from going forward once. An *edge* of a step
+is one strategy under one combination of the versions it meets: it takes every input in a placement and leaves it in
+one. A solution takes one edge of every step, such that each version is left by one step in the placement in which the
+next one meets it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+
+from paraxis.placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Shard
+from paraxis.rules import FREE, Call, Given, Strategy, accepts_free, replicated, rule_for
+from paraxis.solver import Candidates, CostModel, Program
+from paraxis.solver.cost import nbytes
+from paraxis.solver.program import Step, Value
+
+UNIT = 1e-9
+"""Seconds in one unit of the objective: HiGHS stops at an absolute gap of a millionth of it."""
+
+
+class Edge(NamedTuple):
+    """One way through a step, by the position of the step."""
+
+    step: int
+    taken: tuple[Given, ...]
+    left: tuple[Placement, ...]
+    cost: float
+
+
+def optimum(program: Program, model: CostModel, limit: float = 60.0) -> float:
+    """The cost of the cheapest combination of strategies; an error if it is not proven within ``limit`` seconds."""
+    return _Formulation(program, model).solve(limit)
+
+
+class _Formulation:
+    def __init__(self, program: Program, model: CostModel) -> None:
+        self.program, self.model = program, model
+        self.candidates = Candidates(program)
+        self.steps = [(step, step.call) for step in program.steps if step.call is not None]
+        self.returned = {v for step in program.steps if step.call is None for v in step.inputs}
+        self.last = {v: i for i, (step, _) in enumerate(self.steps) for v in step.inputs}
+        self.edges: list[Edge] = []
+        self.rows: list[dict[int, float]] = []
+        """Coefficients of the edges whose sum is zero."""
+        self._build()
+
+    # -- the edges and what joins them ---------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        leavers: dict[Value, dict[Placement, list[int]]] = {}
+        for i, (step, call) in enumerate(self.steps):
+            assert not step.impure and step.home is None, "writes are not formulated"
+            values = list(dict.fromkeys(step.inputs))
+            kept = [v for v in dict.fromkeys((*values, *step.outputs)) if self.last.get(v, -1) > i]
+            takers: list[dict[Given, list[int]]] = [defaultdict(list) for _ in values]
+            for edge in self._edges(i, step, call, values, kept, leavers):
+                for taker, placement in zip(takers, edge.taken):
+                    taker[placement].append(len(self.edges))
+                self.edges.append(edge)
+            for value, taker in zip(values, takers):
+                for placement, before in leavers.pop(value, {}).items():
+                    self.rows.append({**dict.fromkeys(before, 1.0), **dict.fromkeys(taker[placement], -1.0)})
+            for k, value in enumerate(kept):
+                leavers[value] = defaultdict(list)
+                for number in self._of_step(i):
+                    leavers[value][self.edges[number].left[k]].append(number)
+
+    def _of_step(self, i: int) -> range:
+        """The numbers of the edges of the step that was added last."""
+        first = len(self.edges)
+        while first and self.edges[first - 1].step == i:
+            first -= 1
+        return range(first, len(self.edges))
+
+    def _edges(
+        self, i: int, step: Step, call: Call, values: list[Value], kept: list[Value], leavers: dict[Value, Any]
+    ) -> Iterator[Edge]:
+        """The ways through a step; of those between the same placements, the cheapest."""
+        best: dict[tuple[Any, Any], float] = {}
+        for taken in product(*(leavers[v] if v in leavers else [self._initial(v)] for v in values)):
+            where = dict(zip(values, taken))
+            for strategy in self._offers(call, [where[v] for v in step.inputs]):
+                places, cost = self._carry_out(step, call, strategy, where)
+                for v, tensor in zip((*step.inputs, *step.outputs), (*call.inputs, *call.outputs)):
+                    if v in self.returned and self.last.get(v, i) == i and isinstance(places[v], Partial):
+                        cost += self.model.move(PARTIAL, REPLICATE, nbytes(tensor))
+                        places[v] = REPLICATE  # once, however often it is an input
+                key = taken, tuple(places[v] for v in kept)
+                best[key] = min(cost, best.get(key, cost))
+        for (taken, left), cost in best.items():
+            yield Edge(i, taken, left, cost)
+
+    def _initial(self, value: Value) -> Given:
+        if value in self.program.placements:
+            return self.program.placements[value]
+        return FREE if value in self.program.parameters else REPLICATE
+
+    def _carry_out(
+        self, step: Step, call: Call, strategy: Strategy, where: dict[Value, Given]
+    ) -> tuple[dict[Value, Placement], float]:
+        """Where the values of a step are after a strategy, and what it costs."""
+        cost, places = self.model.run(call, strategy), {}
+        for value, tensor, need in zip(step.inputs, call.inputs, strategy.inputs):
+            given = places.get(value, where[value])  # where an earlier use in the same step has left it
+            if given is FREE:
+                places[value] = need if isinstance(need, Shard) and need.layouts else REPLICATE
+                splits = any(self.candidates.layouts(value, d, n) for d, n in enumerate(tensor.shape))
+                cost += self.model.keep(tensor, places[value], splits)
+                continue
+            cost += self.model.move(given, need, nbytes(tensor))
+            if isinstance(given, Shard) and given != need and value in self.program.weights:
+                cost += self.model.keep(tensor, REPLICATE, splittable=True)
+            if given in (need, REPLICATE, SHARED):
+                places[value] = given  # a whole tensor stays whole, whatever part of it is used
+            elif isinstance(given, Partial) and isinstance(need, Shard) and need.layouts:
+                places[value] = need  # a sum that was scattered
+            else:
+                places[value] = REPLICATE  # what was gathered is there for the next
+        return {**places, **dict(zip(step.outputs, strategy.outputs))}, cost
+
+    def _offers(self, call: Call, given: Sequence[Given]) -> Iterator[Strategy]:
+        """Everything whole, and what the rule says, each input that is used in parts marked as such."""
+        yield replicated(call)
+        rule = rule_for(call.target)
+        if rule is None:
+            return
+        free = [g is FREE and not accepts_free(call.target) for g in given]
+        options = [[REPLICATE, *self._cuts(call, i)] if f else [g] for i, (f, g) in enumerate(zip(free, given))]
+        for combination in product(*options):
+            for s in rule(call, combination):
+                tensors, placements = (*call.inputs, *call.outputs), (*s.inputs, *s.outputs)
+                boxes = [(t, p) for t, p in zip(tensors, placements) if isinstance(p, Shard)]
+                if not all(layout.fits(t.shape[d]) for t, p in boxes for d, layout in p.layouts):
+                    continue
+                if any(p != REPLICATE for p in s.outputs):
+                    real = [t.dtype.is_floating_point or t.dtype.is_complex for t in call.inputs]
+                    inputs = tuple(SHARED if p == REPLICATE and r else p for p, r in zip(s.inputs, real))
+                    s = Strategy(inputs, s.outputs, s.localize, s.kind)
+                yield s
+
+    def _cuts(self, call: Call, i: int) -> list[Placement]:
+        return [Shard.of(d, x) for d in range(call.inputs[i].ndim) for x in call.layouts.get((i, d), ())]
+
+    # -- solving -------------------------------------------------------------------------------------------------
+
+    def solve(self, limit: float) -> float:
+        if not self.edges:
+            return 0.0
+        costs = np.array([edge.cost for edge in self.edges])
+        steps = np.array([edge.step for edge in self.edges])
+        least = np.full(len(self.steps), np.inf)
+        np.minimum.at(least, steps, costs)
+        one_each = csr_array((np.ones(len(steps)), (steps, np.arange(len(steps)))))
+        constraints = [LinearConstraint(one_each, 1, 1)]
+        if self.rows:
+            entries = [(r, k, x) for r, row in enumerate(self.rows) for k, x in row.items()]
+            r, k, x = (np.array(column) for column in zip(*entries))
+            constraints.append(LinearConstraint(csr_array((x, (r, k)), shape=(len(self.rows), len(steps))), 0, 0))
+        result = milp(
+            (costs - least[steps]) / UNIT,  # what every solution pays is left out: differences are small beside it
+            integrality=np.ones(len(steps)),
+            bounds=Bounds(0, 1),
+            constraints=constraints,
+            options={"mip_rel_gap": 0.0, "time_limit": limit},
+        )
+        if result.status != 0:
+            raise RuntimeError(f"{len(steps)} edges, {len(self.rows)} rows: {result.message}")
+        chosen = result.x > 0.5
+        for constraint in constraints:  # exactly, of the rounded solution
+            assert np.array_equal(constraint.A @ chosen, np.broadcast_to(constraint.lb, constraint.A.shape[0]))
+        return float(costs[chosen].sum())
