@@ -1,0 +1,71 @@
+"""Attention of one query against torch's, with the rotation and the writes into the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+SHAPES = [
+    # batch, heads of keys, queries per key, length, features
+    (1, 1, 4, 700, 128),
+    (2, 2, 1, 37, 64),
+    (2, 1, 3, 300, 16),
+    (1, 2, 1, 9000, 64),
+]
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    low, high = x.chunk(2, -1)
+    return x * cos + torch.cat([-high, low], -1) * sin
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_like_the_operators(shape: Any, kind: str, dtype: torch.dtype) -> None:
+    from paraxis.kernels.attend import attend_row, rotate_store_attend
+
+    torch.manual_seed(0)
+    batch, heads, groups, length, features = shape
+
+    def draw(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device="cuda", dtype=dtype)
+
+    def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (x.double().repeat_interleave(groups, 1) for x in (k, v))
+        return F.scaled_dot_product_attention(q.double(), k, v, mask if kind == "bool" else mask.double(), scale=0.2)
+
+    keys, values = draw(batch, heads, length, features), draw(batch, heads, length, features)
+    query = draw(batch, heads * groups, 1, features)
+    key, value = draw(batch, heads, 1, features), draw(batch, heads, 1, features)
+    angle = torch.rand(batch, 1, 1, features // 2, device="cuda").repeat(1, 1, 1, 2) * 6
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    position = torch.tensor([length * 2 // 3], device="cuda")
+    seen = (torch.arange(length, device="cuda") <= position).view(1, 1, 1, length)
+    mask = seen if kind == "bool" else torch.zeros(seen.shape, device="cuda", dtype=dtype).masked_fill(~seen, -1e4)
+    close = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+
+    found = attend_row(query, keys, values, mask, 0.2)
+    torch.testing.assert_close(found.double(), exact(query, keys, values), **close)
+    kept, held = keys.clone(), values.clone()
+    found = rotate_store_attend(query, key, value, cos, sin, kept, held, position, mask, 0.2)
+    keys[:, :, position], values[:, :, position] = turned(key, cos, sin), value
+    torch.testing.assert_close(
+        kept, keys, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-2 if dtype == torch.bfloat16 else 1e-6
+    )
+    assert torch.equal(held, values)
+    torch.testing.assert_close(found.double(), exact(turned(query, cos, sin), keys, values), **close)
+
+
+def test_nothing_seen_is_nothing() -> None:
+    from paraxis.kernels.attend import attend_row
+
+    keys = torch.randn(1, 1, 200, 64, device="cuda")
+    mask = torch.zeros(1, 1, 1, 200, device="cuda", dtype=torch.bool)
+    found = attend_row(torch.randn(1, 2, 1, 64, device="cuda"), keys, keys, mask, 1.0)
+    assert torch.equal(found, torch.zeros_like(found))
