@@ -30,9 +30,14 @@ def open_single_query_attention(module: GraphModule) -> int:
         graph.erase_node(node)
         count += 1
     if count:
-        graph.eliminate_dead_code()
+        graph.eliminate_dead_code(is_impure_node=is_impure)
         module.recompile()
     return count
+
+
+def is_impure(node: Node) -> bool:
+    """Whether a node must stay though nobody uses it: also the writes into inputs that are no operators."""
+    return bool(node.is_impure() or node.meta.get("writes"))
 
 
 def _match(node: Node) -> tuple[Node, Node, int] | None:

@@ -1,0 +1,446 @@
+"""The kernels for single tokens, put where the operators that they compute stand.
+
+Looks at the local program of a decoding step for linear layers on one row, with the norm before and the gate after
+them, and for attention of one query on a cache of a fixed size, with the rotation of query and key and the writes into
+the cache. What is not exactly that stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .grouped import _argument, _shape, _unrepeated, is_impure
+
+aten = torch.ops.aten
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDEST = 16384
+"""Features up to which a program of a kernel holds a whole row."""
+
+
+def use_row_kernels(module: GraphModule, examples: Sequence[Any]) -> int:
+    """Replace in place what the kernels compute; how many times. ``examples`` are the local inputs."""
+    from ..kernels import attend, row_linear  # noqa: F401 -- registers the operators
+
+    known = dict(zip(module.graph.find_nodes(op="placeholder"), examples, strict=True))
+    for node, value in known.items():
+        node.meta["val"] = value
+    for node in module.graph.nodes:  # a sum over the ranks is like its terms
+        if getattr(node.target, "__name__", "") == "all_reduce" and "val" not in node.meta:
+            node.meta["val"] = node.args[0].meta.get("val")
+    open_outer_products(module.graph)
+    join_increments(module.graph)
+    count = _attention(module.graph, known)
+    count += _linears(module.graph, known)
+    module.graph.eliminate_dead_code(is_impure_node=is_impure)
+    module.recompile()
+    return count
+
+
+# -- small steps -----------------------------------------------------------------------------------------------------
+
+
+def join_increments(graph: Graph) -> None:
+    """Count on all counters of the program (each layer's cache has its own) in one go, at its end."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    found: dict[tuple[Any, torch.dtype], list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
+        target, by = node.args[0], node.args[1]
+        value = _value(target)
+        if node.users or node.kwargs or not isinstance(by, int) or value is None or value.numel() != 1:
+            continue
+        names = _names(target)
+        if names is not None and all(order[user] <= order[node] for name in names for user in name.users):
+            found.setdefault((by, value.dtype), []).append(node)
+    end = graph.output_node()
+    for (by, _), nodes in found.items():
+        if len(nodes) > 1:
+            with graph.inserting_before(end):
+                graph.call_function(aten._foreach_add_.Scalar, ([node.args[0] for node in nodes], by))
+            for node in nodes:
+                graph.erase_node(node)
+
+
+def open_outer_products(graph: Graph) -> None:
+    """A matrix product over a single element is a plain one, which needs no kernel of its own."""
+    for target in (aten.matmul.default, aten.bmm.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            a, b = (_value(arg) for arg in node.args)
+            if a is None or b is None or min(a.dim(), b.dim()) < 2 or a.shape[-1] != 1 or b.shape[-2] != 1:
+                continue
+            if a.dtype == b.dtype:
+                node.target = aten.mul.Tensor
+
+
+def _names(node: Any) -> list[Node] | None:
+    """An input and the conversions of it that give the input itself, which are other names of it."""
+    base = node
+    while isinstance(base, Node) and base.op == "call_function" and str(base.target).startswith("aten.to."):
+        base = base.args[0]
+    if not isinstance(base, Node) or base.op != "placeholder":
+        return None
+    names = [base]
+    for name in names:
+        names += [
+            u for u in name.users if str(u.target).startswith("aten.to.") and _value(u).dtype == _value(node).dtype
+        ]  # type: ignore[union-attr]
+    return names if node in names else None
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    value = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    value = _value(node)
+    return None if value is None else value.dtype
+
+
+def _is(node: Any, *targets: Any) -> bool:
+    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
+
+
+def _bare(node: Any) -> Any:
+    """The node before conversions of its dtype."""
+    while _is(node, aten.to.dtype, aten._to_copy.default):
+        node = node.args[0]
+    return node
+
+
+def _both(node: Any, target: Any) -> list[tuple[Any, Any]]:
+    """The arguments of a commutative operator in both orders; none if the node is another operator."""
+    if not _is(node, target) or len(node.args) != 2 or node.kwargs:
+        return []
+    return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
+
+
+# -- attention -------------------------------------------------------------------------------------------------------
+
+
+class _Write(NamedTuple):
+    """A write of one position into a cache: ``cache[:, :, position] = value``."""
+
+    node: Node
+    cache: Node
+    position: Node
+    value: Node
+
+
+class _Turn(NamedTuple):
+    """``x * cos + rotate_half(x) * sin``."""
+
+    x: Node
+    cos: Node
+    sin: Node
+
+
+def _attention(graph: Graph, known: dict[Node, Any]) -> int:
+    count = 0
+    done: list[Node] = []
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        found = _attention_parts(node, known)
+        if found is None:
+            continue
+        query, mask, keys, values = found
+        mask = _base_of(mask)
+        cache = known[keys.cache]
+        scale = node.kwargs.get("scale")
+        scale = cache.shape[-1] ** -0.5 if scale is None else scale
+        turned, turned_key = _turn(query, cache.shape[-1]), _turn(keys.value, cache.shape[-1])
+        with graph.inserting_before(node):
+            if turned and turned_key and turned[1:] == turned_key[1:] and _fresh(keys) and _fresh(values):
+                args: tuple[Any, ...] = (
+                    turned.x,
+                    turned_key.x,
+                    values.value,
+                    _base_of(turned.cos),
+                    _base_of(turned.sin),
+                )
+                args += (keys.cache, values.cache, keys.position, mask, scale)
+                result = graph.call_function(torch.ops.paraxis.rotate_store_attend.default, args)
+            else:
+                args = (query, keys.node, values.node, mask, scale)
+                result = graph.call_function(torch.ops.paraxis.attend_row.default, args)
+        result.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+        if result.target is torch.ops.paraxis.rotate_store_attend.default:
+            done += [keys.node, values.node]
+        _simplify_position(graph, keys.position)
+        count += 1
+    graph.eliminate_dead_code(is_impure_node=is_impure)
+    for write in done:
+        graph.erase_node(write)
+    return count
+
+
+def _attention_parts(node: Node, known: dict[Node, Any]) -> tuple[Node, Any, _Write, _Write] | None:
+    """(query, mask, write of keys, write of values) of an attention of one query that the kernel computes."""
+    shape = _shape(node)
+    query, mask = node.args[0], _argument(node, 3, "attn_mask", None)
+    if shape is None or len(shape) != 4 or not isinstance(shape[2], int) or shape[2] != 1:
+        return None
+    if _argument(node, 4, "dropout_p", 0.0) or _argument(node, 5, "is_causal", False):
+        return None
+    writes = []
+    for states in node.args[1:3]:
+        repeated = _unrepeated(states)
+        write = _written(repeated[0] if repeated else states)
+        cache = known.get(write.cache) if write else None
+        if write is None or not isinstance(cache, torch.Tensor) or cache.dim() != 4 or cache.stride(3) != 1:
+            return None
+        features = cache.shape[-1]
+        if (
+            cache.dtype not in DTYPES
+            or _dtype(query) != cache.dtype
+            or not all(isinstance(n, int) for n in cache.shape)
+        ):
+            return None
+        if features & (features - 1) or not 16 <= features <= 256:
+            return None
+        writes.append(write)
+    keys, values = writes
+    cache = known[keys.cache]
+    if not isinstance(query, Node) or known[values.cache].shape != cache.shape or keys.position is not values.position:
+        return None
+    if mask is not None:
+        seen = _value(mask)
+        if seen is None or seen.dim() != 4 or tuple(seen.shape[1:]) != (1, 1, cache.shape[2]):
+            return None
+        if seen.shape[0] not in (1, cache.shape[0]) or seen.dtype not in (torch.bool, *DTYPES):
+            return None
+    return query, mask, keys, values
+
+
+def _written(node: Any) -> _Write | None:
+    """The write whose result a node is."""
+    if _is(node, aten.index_put_.default) and not (len(node.args) > 3 and node.args[3]) and not node.kwargs:
+        cache, index, value = node.args[:3]
+        if len(index) != 3 or index[0] is not None or index[1] is not None:
+            return None
+        position = index[2]
+    elif _is(node, aten.index_copy_.default) and node.args[1] == 2:
+        cache, _, position, value = node.args
+    else:
+        return None
+    at = _value(position)
+    if not isinstance(cache, Node) or cache.op != "placeholder" or not isinstance(value, Node) or at is None:
+        return None
+    return _Write(node, cache, position, value) if at.numel() == 1 and at.dtype == torch.int64 else None
+
+
+def _fresh(write: _Write) -> bool:
+    """Whether nobody else looks at the cache: it may be written later, by the kernel that reads it."""
+    return list(write.cache.users) == [write.node]
+
+
+def _turn(node: Any, features: int) -> _Turn | None:
+    for direct, crossed in _both(node, aten.add.Tensor):
+        for x, cos in _both(direct, aten.mul.Tensor):
+            for half, sin in _both(crossed, aten.mul.Tensor):
+                if not _is_half_turn(half, x, features):
+                    continue
+                if all(_per_token(by, x, features) for by in (cos, sin)):
+                    return _Turn(x, cos, sin)
+    return None
+
+
+def _is_half_turn(node: Any, x: Any, features: int) -> bool:
+    """``cat([-x[..., half:], x[..., :half]], -1)``"""
+    if not _is(node, aten.cat.default) or len(node.args[0]) != 2 or _argument(node, 1, "dim", 0) not in (-1, 3):
+        return False
+    negative, low = node.args[0]
+    high = negative.args[0] if _is(negative, aten.neg.default) else None
+    if not _is(low, aten.slice.Tensor) or not _is(high, aten.slice.Tensor):
+        return False
+    bounds = [(s.args[0], *(_argument(s, i, n, d) for i, n, d in _SLICE)) for s in (low, high)]
+    half = features // 2
+    return (
+        all(b[0] is x and b[1] in (-1, 3) and b[4] == 1 for b in bounds)
+        and bounds[0][2] in (None, 0)
+        and bounds[0][3] == half
+        and bounds[1][2] == half
+        and (bounds[1][3] is None or bounds[1][3] >= features)
+    )
+
+
+_SLICE = ((1, "dim", 0), (2, "start", None), (3, "end", None), (4, "step", 1))
+
+
+def _per_token(by: Any, x: Any, features: int) -> bool:
+    """Whether a factor is the same for all heads, for the one token there is."""
+    value, of = _value(by), _value(x)
+    return (
+        value is not None
+        and of is not None
+        and value.dtype == of.dtype
+        and value.dim() == 4
+        and tuple(value.shape[1:]) == (1, 1, features)
+        and value.shape[0] in (1, of.shape[0])
+    )
+
+
+def _base_of(node: Any) -> Any:
+    """The same numbers without dimensions that were added: one tensor for all layers rather than one for each."""
+    while _is(node, aten.unsqueeze.default, aten.expand.default, aten.view.default, aten.reshape.default):
+        value, source = _value(node), _value(node.args[0])
+        if value is None or source is None or source.dim() < 2 or value.numel() != source.numel():
+            break
+        if value.shape[0] != source.shape[0] or value.shape[-1] != source.shape[-1]:
+            break
+        node = node.args[0]
+    return node
+
+
+def _simplify_position(graph: Graph, node: Node) -> None:
+    """``arange(1) + x`` is ``x``: one kernel less for every layer that keeps its own count."""
+    for counted, x in _both(node, aten.add.Tensor):
+        value = _value(x)
+        if not _is(counted, aten.arange.start_step, aten.arange.default, aten.arange.start) or value is None:
+            continue
+        if value.dtype == torch.int64 and value.numel() == 1 and counted.args in ((0, 1), (1,), (0, 1, 1)):
+            with graph.inserting_before(node):
+                same = graph.call_function(aten.reshape.default, (x, [1]))
+            same.meta["val"] = node.meta.get("val")
+            node.replace_all_uses_with(same)
+            return
+
+
+# -- linear layers ---------------------------------------------------------------------------------------------------
+
+
+class _Norm(NamedTuple):
+    """``weight * (x * rsqrt(mean(x ** 2) + eps))``, with ``x`` in float32 inside."""
+
+    x: Node
+    weight: Node
+    eps: float
+
+
+def _linears(graph: Graph, known: dict[Node, Any]) -> int:
+    of: dict[Node, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        if _row_of(node, known):
+            of.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+    count = 0
+    for nodes in of.values():
+        biased = [n for n in nodes if len(n.args) > 2]
+        for alike in (biased, [n for n in nodes if n not in biased]):
+            for start in range(0, len(alike), 3):
+                _emit_linears(graph, alike[start : start + 3], known)
+                count += 1
+    return count
+
+
+def _row_of(node: Node, known: dict[Node, Any]) -> bool:
+    """Whether a linear layer is one on a single row, with a weight that is an input of the program."""
+    x, others = node.args[0], node.args[1:]
+    row, weight = _value(x), known.get(others[0])  # type: ignore[arg-type]
+    if row is None or not isinstance(weight, torch.Tensor) or not all(isinstance(n, int) for n in row.shape):
+        return False
+    if prod(row.shape[:-1]) != 1 or row.dtype not in DTYPES or node.kwargs:
+        return False
+    given = [known.get(o) for o in others if o is not None]  # type: ignore[arg-type]
+    if any(not isinstance(o, torch.Tensor) or o.dtype != row.dtype or not o.is_contiguous() for o in given):
+        return False
+    return weight.dim() == 2 and weight.shape[1] % 16 == 0 and weight.shape[1] <= WIDEST and weight.shape[0] > 0
+
+
+def _emit_linears(graph: Graph, nodes: list[Node], known: dict[Node, Any]) -> None:
+    x: Any = nodes[0].args[0]
+    norm = _norm(_whole_of(x), known)
+    parts = _summands(norm.x) if norm else None
+    gate = _gate(nodes)
+    if gate is not None:
+        nodes = list(gate[:2])
+    weights: list[Any] = [node.args[1] for node in nodes]
+    biases = [node.args[2] for node in nodes if len(node.args) > 2 and node.args[2] is not None]
+    with graph.inserting_before(norm.x.next if norm and parts else min(nodes)):
+        total = None
+        if norm:
+            a, b = parts or (norm.x, None)
+            args: tuple[Any, ...] = (a, b, norm.weight, norm.eps, weights, biases, gate is not None)
+            both = graph.call_function(torch.ops.paraxis.row_norm_linear.default, args)
+            result = graph.call_function(operator.getitem, (both, 0))
+            total = graph.call_function(operator.getitem, (both, 1)) if parts else None
+        else:
+            args = (x, weights, biases, gate is not None)
+            result = graph.call_function(torch.ops.paraxis.row_linear.default, args)
+        pieces, start = [], 0
+        for weight in weights if gate is None and len(weights) > 1 else ():
+            end = start + known[weight].shape[0]
+            pieces.append(graph.call_function(aten.slice.Tensor, (result, -1, start, end)))
+            start = end
+    if norm and total is not None:
+        total.meta["val"] = norm.x.meta.get("val")
+        norm.x.replace_all_uses_with(total)
+    for node, piece in zip(nodes if gate is None else gate[2:], pieces or [result], strict=True):
+        piece.meta["val"] = node.meta.get("val")
+        node.replace_all_uses_with(piece)
+
+
+def _whole_of(node: Node) -> Node:
+    """What a slice takes all of."""
+    if _is(node, aten.slice.Tensor):
+        value, whole = _value(node), _value(node.args[0])
+        if value is not None and whole is not None and value.shape == whole.shape:
+            return node.args[0]  # type: ignore[return-value]
+    return node
+
+
+def _norm(node: Any, known: dict[Node, Any]) -> _Norm | None:
+    for weight, scaled in _both(node, aten.mul.Tensor):
+        held = known.get(weight)
+        if not isinstance(held, torch.Tensor) or held.dim() != 1 or held.shape[0] > WIDEST:
+            continue
+        for value, root in _both(_bare(scaled), aten.mul.Tensor):
+            x = _bare(value)
+            eps = _root_mean_square(root, x)
+            right = _dtype(scaled) == held.dtype == _dtype(x) and _dtype(value) == torch.float32
+            if eps is not None and right and held.is_contiguous():
+                return _Norm(x, weight, eps)
+    return None
+
+
+def _root_mean_square(node: Any, x: Node) -> float | None:
+    """The ``eps`` of ``rsqrt(mean(x ** 2, -1) + eps)`` in float32."""
+    if not _is(node, aten.rsqrt.default) or _dtype(node) != torch.float32:
+        return None
+    for mean, eps in _both(node.args[0], aten.add.Tensor):
+        if not isinstance(eps, (int, float)) or not _is(mean, aten.mean.dim) or mean.kwargs:
+            continue
+        if len(mean.args) != 3 or mean.args[1] not in ([-1], (-1,)) or mean.args[2] is not True:
+            continue
+        square = mean.args[0]
+        if _is(square, aten.pow.Tensor_Scalar) and square.args[1] == 2 and _bare(square.args[0]) is x:
+            return float(eps)
+    return None
+
+
+def _summands(node: Node) -> tuple[Node, Node] | None:
+    """The two rows that a row is the sum of."""
+    if not _is(node, aten.add.Tensor) or node.kwargs or not all(isinstance(a, Node) for a in node.args):
+        return None
+    values = [_value(a) for a in (*node.args, node)]
+    if any(v is None or v.shape != values[2].shape or v.dtype != values[2].dtype for v in values):  # type: ignore[union-attr]
+        return None
+    return node.args[0], node.args[1]  # type: ignore[return-value]
+
+
+def _gate(nodes: list[Node]) -> tuple[Node, Node, Node] | None:
+    """(first, second, product) of ``silu(first) * second`` where nothing else looks at the two."""
+    if len(nodes) != 2 or any(len(node.users) != 1 for node in nodes):
+        return None
+    for first, second in (nodes, nodes[::-1]):
+        silu, product = next(iter(first.users)), next(iter(second.users))
+        if not _is(silu, aten.silu.default) or len(silu.users) != 1 or not _is(product, aten.mul.Tensor):
+            continue
+        if set(product.args) == {silu, second}:
+            return first, second, product
+    return None
