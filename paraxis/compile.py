@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 
 from .capture import GraphBreak
 from .capture.growing import mark_fixed, mark_growing
+from .capture.guards import ParametersReplaced, needed_guards
 from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_encoders, translated
 from .core import Config, ParallelExecutionCtx
 from .distributed.collectives import meet
@@ -47,7 +48,7 @@ def parallelize_backend(
     meet(ctx.tp_group, ctx.current_device)
     options = options_of(config.mode, ctx.tp_group, ctx.current_device)
     with together(ctx.tp_group, "compiling the local program"):
-        return compile_local(local, graph_module, _sharded_parameters(graph_module, ctx), options)
+        return compile_local(local, graph_module, _sharded_parameters(graph_module, ctx), options, ctx)
 
 
 def _sharded_parameters(captured: GraphModule, ctx: ParallelExecutionCtx) -> dict[Any, nn.Parameter]:
@@ -93,8 +94,12 @@ class CompiledCall:
         self.module, self.ctx, self.config, self.name = module, ctx, config, name
         self.opened = False
         self._seen = -1
-        backend = partial(parallelize_backend, ctx=ctx, config=config)
-        self._compiled = torch.compile(fresh_entry(config.gather_outputs), fullgraph=True, backend=backend)
+        self._compiled = self._compile({"guard_filter_fn": needed_guards} if config.compile else {})
+
+    def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
+        backend = partial(parallelize_backend, ctx=self.ctx, config=self.config)
+        entry = fresh_entry(self.config.gather_outputs)
+        return torch.compile(entry, fullgraph=True, backend=backend, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.opened:
@@ -106,6 +111,9 @@ class CompiledCall:
             try:
                 with open_encoders(), no_collection():
                     return self._compiled(self.module, *args, **kwargs)
+            except ParametersReplaced:  # which guards, all of them, will say in their way
+                self._compiled = self._compile({})
+                return self(*args, **kwargs)
             except dynamo.exc.TorchDynamoException as error:
                 problem = translated(error, self.module)
                 if not isinstance(problem, GraphBreak):

@@ -8,8 +8,10 @@ out (:func:`lift`), the plain program in the middle is compiled, and results tha
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -20,9 +22,17 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import Graph, GraphModule, Node
 
 from .capture.functionalize import mutated
+from .capture.guards import ParametersReplaced
+from .core import ParallelExecutionCtx
 from .distributed.collectives import backend_of
+from .layers import ColumnParallelLinear, RowParallelLinear
+from .passes.decoding import use_row_kernels
 from .passes.grouped import open_single_query_attention
+from .passes.prompt import give_on_device, open_causal_masks
+from .recording import Recorded, pool_of
 from .sharded import ShardedTensor, shards_of, unwrap
+
+aten = torch.ops.aten
 
 
 def options_of(mode: str | None, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
@@ -43,18 +53,27 @@ class Lifted:
     program: GraphModule
     parameters: list[nn.Parameter] = field(default_factory=list)
     """The first arguments are the shards of these."""
+    arguments: dict[int, nn.Parameter] = field(default_factory=dict)
+    """The parameters that the caller must bring, by their place among its arguments."""
     inputs: list[int] = field(default_factory=list)
     """Then these of the caller's arguments, or their shards."""
     written: set[int] = field(default_factory=set)
     """Those of the caller's arguments that the program writes to: caches of a fixed size."""
+    moved: list[int] = field(default_factory=list)
+    """Places, among the inputs, of numbers that come on the host and are taken on the device."""
     wrappers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
     """By position among the results: what makes a sharded tensor of it again."""
+    device: torch.device | None = None
     results: Any = None
     """The structure of the results, with positions for tensors."""
 
 
 def compile_local(
-    program: GraphModule, captured: GraphModule, parameters: dict[Any, nn.Parameter], options: dict[str, Any]
+    program: GraphModule,
+    captured: GraphModule,
+    parameters: dict[Any, nn.Parameter],
+    options: dict[str, Any],
+    owner: ParallelExecutionCtx,
 ) -> Callable[..., Any]:
     """The local program of a captured graph, compiled with Inductor's ``options``.
 
@@ -68,23 +87,36 @@ def compile_local(
     if any(node.meta.get("random") for node in program.graph.nodes):
         logging.getLogger("paraxis").info("a graph with random draws (dropout) is not compiled by Inductor")
         return program
-    lifted = lift(program, parameters)
+    grad = torch.is_grad_enabled()
+    lifted = lift(program, parameters, alone=owner.world_size == 1 and not grad)
+    lifted.device = owner.current_device
     given = [node.meta["example_value"] for node in captured.graph.find_nodes(op="placeholder")]
     fake_mode = detect_fake_mode([x for x in given if isinstance(x, torch.Tensor)])
     assert fake_mode is not None, "a graph is compiled for fake inputs"
-    grad = torch.is_grad_enabled()
     shards = [fake_mode.from_tensor(p._local, static_shapes=True) for p in lifted.parameters]  # type: ignore[attr-defined]
     for shard, parameter in zip(shards, lifted.parameters, strict=True):
         shard.requires_grad_(grad and parameter.requires_grad)
     examples = [*shards, *(_plain(given[i]) for i in lifted.inputs)]
-    if any(isinstance(x, torch.Tensor) and x.is_cuda for x in examples) and not grad:
-        open_single_query_attention(lifted.program)
-    _describe(lifted)
     dynamic = any(isinstance(x, torch.SymInt) for x in examples)
-    patches = {**options, "triton.cudagraphs": bool(options.get("triton.cudagraphs")) and not dynamic}
+    graphs = bool(options.get("triton.cudagraphs")) and not dynamic
+    on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in examples)
+    if on_gpu and not grad:
+        moved = give_on_device(lifted.program.graph, examples, owner.current_device)
+        lifted.moved = [i - len(shards) for i in moved]
+        lifted.written -= {lifted.inputs[i] for i in lifted.moved}
+        lifted.program.recompile()
+        if graphs:  # kernels that are launched from Python are worth it only where that happens once
+            use_row_kernels(lifted.program, examples)
+        open_single_query_attention(lifted.program)
+        open_causal_masks(lifted.program)
+    _describe(lifted)
+    patches = {**options, "triton.cudagraphs": graphs and grad}
     with tracing(TracingContext(fake_mode)):
         compiled = compile_fx(lifted.program, examples, config_patches=patches)
-    return _caller(lifted, _kept(compiled) if patches["triton.cudagraphs"] else compiled)
+    known = _KnownShards({i: x for i in lifted.inputs if isinstance(x := given[i], ShardedTensor)})
+    if grad:
+        return _caller(lifted, _kept(compiled) if graphs else compiled, known)
+    return _caller(lifted, compiled, known, pool_of(owner) if graphs and on_gpu else None)
 
 
 def _kept(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,16 +129,57 @@ def _kept(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _caller(lifted: Lifted, compiled: Callable[..., Any]) -> Callable[..., Any]:
+class _KnownShards:
+    """Whether sharded inputs are sharded as those that a program was compiled for."""
+
+    def __init__(self, examples: dict[int, ShardedTensor]) -> None:
+        self.positions = list(examples)
+        self._specs = [x._spec for x in examples.values()]
+        self._forms = [_form(x._local) for x in examples.values()]
+        self._seen: list[Any] = [_nothing] * len(examples)
+
+    def fits(self, args: tuple[Any, ...]) -> bool:
+        tensors = [args[i] for i in self.positions]
+        if all(ref() is x for ref, x in zip(self._seen, tensors, strict=True)):
+            return True
+        for x, spec, form in zip(tensors, self._specs, self._forms, strict=True):
+            if x._spec != spec or (form is not None and _form(x._local) != form):
+                return False
+        self._seen = [weakref.ref(x) for x in tensors]
+        return True
+
+
+def _nothing() -> None:
+    return None
+
+
+def _form(local: torch.Tensor) -> Any:
+    """Size, strides and dtype of a shard; None where they may change."""
+    sizes = (*local.shape, *local.stride())
+    return (sizes, local.dtype) if all(isinstance(n, int) for n in sizes) else None
+
+
+def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, pool: Any = None) -> Callable[..., Any]:
+    """What is called with the arguments of the captured graph; with ``pool``, recorded where it can be."""
     sharded, inputs, wrappers = lifted.parameters, lifted.inputs, lifted.wrappers
+    positions, expected = list(lifted.arguments), list(lifted.arguments.values())
+    moved, device = lifted.moved, lifted.device
+    written = [i for i, position in enumerate(inputs) if position in lifted.written]
+    recorded = Recorded(compiled, written, pool) if pool is not None else None
 
     def run(*args: Any) -> Any:
+        if not all(map(is_, [args[i] for i in positions], expected)) or not known.fits(args):
+            raise ParametersReplaced("a compiled program was called with other tensors than it was compiled for")
         if torch.is_grad_enabled():
-            flat = [unwrap(p) for p in sharded] + [unwrap(args[i]) for i in inputs]
+            results = compiled(*(unwrap(p) for p in sharded), *(unwrap(args[i]) for i in inputs))
         else:
-            flat = [p._local for p in sharded]  # type: ignore[attr-defined]
-            flat += [x._local if isinstance(x := args[i], ShardedTensor) else x for i in inputs]
-        results = compiled(*flat)
+            shards = [p._local for p in sharded]  # type: ignore[attr-defined]
+            given = [x._local if isinstance(x := args[i], ShardedTensor) else x for i in inputs]
+            if moved:  # in one copy
+                numbers = torch.stack([given[i] for i in moved]).to(device)
+                for i, number in zip(moved, numbers.unbind(), strict=True):
+                    given[i] = number
+            results = compiled(*shards, *given) if recorded is None else recorded(shards, given)
         if wrappers:
             results = [wrappers[i](x) if i in wrappers else x for i, x in enumerate(results)]
         return torch.fx.node.map_aggregate(lifted.results, lambda x: results[x.position] if type(x) is _At else x)
@@ -128,14 +201,21 @@ def _plain(value: Any) -> Any:
 # -- taking the shards out -----------------------------------------------------------------------------------------
 
 
-def lift(program: GraphModule, parameters: dict[Any, nn.Parameter]) -> Lifted:
-    """The program with shards for arguments, layers called with their weights, and local results."""
+REDISTRIBUTIONS = ("all_reduce", "all_gather", "reduce_scatter", "take_shard", "share", "unshare", "first_rank_only")
+
+
+def lift(program: GraphModule, parameters: dict[Any, nn.Parameter], alone: bool = False) -> Lifted:
+    """The program with shards for arguments, layers called with their weights, and local results.
+
+    ``alone``: there is one rank and no gradient, so that nothing has to be moved between ranks.
+    """
     graph = Graph()
     lifted = Lifted(program)
     nodes: dict[Node, Any] = {}
     shards = _parameter_nodes(program, parameters, graph, lifted)
     for position, node in enumerate(program.graph.find_nodes(op="placeholder")):
         if node.target in parameters:
+            lifted.arguments[position] = parameters[node.target]
             continue
         if node.users:
             nodes[node] = graph.placeholder(str(node.target))
@@ -150,8 +230,11 @@ def lift(program: GraphModule, parameters: dict[Any, nn.Parameter]) -> Lifted:
             layer = program.get_submodule(str(node.target))
             held = [p for p in layer.parameters() if isinstance(p, ShardedTensor)]
             args = [nodes[a] if isinstance(a, Node) else a for a in node.args]
-            call = _layer_call(layer, held, str(node.target))
+            call = aten.linear.default if _is_plain(layer) else _layer_call(layer, held, str(node.target))
             nodes[node] = graph.call_function(call, (*args, *(shards[id(p)] for p in held)))
+            nodes[node].meta = dict(node.meta)
+        elif alone and getattr(node.target, "__module__", "") == "paraxis" and _name(node) in REDISTRIBUTIONS:
+            nodes[node] = nodes[node.args[0]]  # type: ignore[index]
         elif node.target is unwrap:
             (source,) = node.args
             assert isinstance(source, Node)
@@ -178,6 +261,21 @@ def _parameter_nodes(
                     used[id(parameter)] = parameter  # type: ignore[assignment]
     lifted.parameters = list(used.values())
     return {key: graph.placeholder(f"shard_{i}") for i, key in enumerate(used)}
+
+
+def _name(node: Node) -> str:
+    return getattr(node.target, "__name__", "")
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a parallel layer does no more than its product."""
+    if isinstance(layer, ColumnParallelLinear):
+        moves = layer.gather_output or layer.copy_input or layer.sequence_parallel
+    elif isinstance(layer, RowParallelLinear):
+        moves = not layer.input_is_parallel or layer.reduce_output or layer.sequence_parallel
+    else:
+        return False
+    return not moves and not layer.transposed and layer.bias is None
 
 
 def _layer_call(layer: nn.Module, held: list[Any], name: str) -> Callable[..., Any]:
