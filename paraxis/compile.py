@@ -94,7 +94,8 @@ class CompiledCall:
         self.module, self.ctx, self.config, self.name = module, ctx, config, name
         self.opened = False
         self._seen = -1
-        self._compiled = self._compile({"guard_filter_fn": needed_guards} if config.compile else {})
+        self._guarded = config.compile is None
+        self._compiled = self._compile({} if self._guarded else {"guard_filter_fn": needed_guards})
 
     def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
         backend = partial(parallelize_backend, ctx=self.ctx, config=self.config)
@@ -111,8 +112,10 @@ class CompiledCall:
             try:
                 with open_encoders(), no_collection():
                     return self._compiled(self.module, *args, **kwargs)
-            except ParametersReplaced:  # which guards, all of them, will say in their way
-                self._compiled = self._compile({})
+            except ParametersReplaced:  # compile again, with all guards
+                if self._guarded:
+                    raise
+                self._guarded, self._compiled = True, self._compile({})
                 return self(*args, **kwargs)
             except dynamo.exc.TorchDynamoException as error:
                 problem = translated(error, self.module)

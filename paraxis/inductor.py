@@ -154,9 +154,9 @@ def _nothing() -> None:
 
 
 def _form(local: torch.Tensor) -> Any:
-    """Size, strides and dtype of a shard; None where they may change."""
+    """Size, strides, dtype and device of a shard; None where they may change."""
     sizes = (*local.shape, *local.stride())
-    return (sizes, local.dtype) if all(isinstance(n, int) for n in sizes) else None
+    return (sizes, local.dtype, local.device) if all(isinstance(n, int) for n in sizes) else None
 
 
 def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, pool: Any = None) -> Callable[..., Any]:
@@ -164,16 +164,23 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, p
     sharded, inputs, wrappers = lifted.parameters, lifted.inputs, lifted.wrappers
     positions, expected = list(lifted.arguments), list(lifted.arguments.values())
     moved, device = lifted.moved, lifted.device
+    held: list[torch.Tensor] = [p._local for p in sharded]  # type: ignore[attr-defined]
+    forms = [_form(x) for x in held]
     written = [i for i, position in enumerate(inputs) if position in lifted.written]
     recorded = Recorded(compiled, written, pool) if pool is not None else None
 
     def run(*args: Any) -> Any:
         if not all(map(is_, [args[i] for i in positions], expected)) or not known.fits(args):
             raise ParametersReplaced("a compiled program was called with other tensors than it was compiled for")
+        nonlocal held
         if torch.is_grad_enabled():
             results = compiled(*(unwrap(p) for p in sharded), *(unwrap(args[i]) for i in inputs))
         else:
             shards = [p._local for p in sharded]  # type: ignore[attr-defined]
+            if not all(map(is_, shards, held)):
+                if [_form(x) for x in shards] != forms:
+                    raise ParametersReplaced("a parameter has a shard of another form than it was compiled for")
+                held = shards
             given = [x._local if isinstance(x := args[i], ShardedTensor) else x for i in inputs]
             if moved:  # in one copy
                 numbers = torch.stack([given[i] for i in moved]).to(device)

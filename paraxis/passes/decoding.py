@@ -59,11 +59,10 @@ def join_increments(graph: Graph) -> None:
             found.setdefault((by, value.dtype), []).append(node)
     end = graph.output_node()
     for (by, _), nodes in found.items():
-        if len(nodes) > 1:
-            with graph.inserting_before(end):
-                graph.call_function(aten._foreach_add_.Scalar, ([node.args[0] for node in nodes], by))
-            for node in nodes:
-                graph.erase_node(node)
+        with graph.inserting_before(end):
+            graph.call_function(aten._foreach_add_.Scalar, ([node.args[0] for node in nodes], by))
+        for node in nodes:
+            graph.erase_node(node)
 
 
 def open_outer_products(graph: Graph) -> None:
@@ -86,9 +85,7 @@ def _names(node: Any) -> list[Node] | None:
         return None
     names = [base]
     for name in names:
-        names += [
-            u for u in name.users if str(u.target).startswith("aten.to.") and _value(u).dtype == _value(node).dtype
-        ]  # type: ignore[union-attr]
+        names += [u for u in name.users if str(u.target).startswith("aten.to.") and _dtype(u) == _dtype(node)]
     return names if node in names else None
 
 
@@ -256,7 +253,7 @@ def _is_half_turn(node: Any, x: Any, features: int) -> bool:
     if not _is(node, aten.cat.default) or len(node.args[0]) != 2 or _argument(node, 1, "dim", 0) not in (-1, 3):
         return False
     negative, low = node.args[0]
-    high = negative.args[0] if _is(negative, aten.neg.default) else None
+    high: Any = negative.args[0] if _is(negative, aten.neg.default) else None
     if not _is(low, aten.slice.Tensor) or not _is(high, aten.slice.Tensor):
         return False
     bounds = [(s.args[0], *(_argument(s, i, n, d) for i, n, d in _SLICE)) for s in (low, high)]
@@ -304,12 +301,20 @@ def _simplify_position(graph: Graph, node: Node) -> None:
         value = _value(x)
         if not _is(counted, aten.arange.start_step, aten.arange.default, aten.arange.start) or value is None:
             continue
-        if value.dtype == torch.int64 and value.numel() == 1 and counted.args in ((0, 1), (1,), (0, 1, 1)):
+        if value.dtype != torch.int64 or value.numel() != 1 or _is_counted_on(x):
+            continue
+        if counted.args in ((0, 1), (1,), (0, 1, 1)):
             with graph.inserting_before(node):
                 same = graph.call_function(aten.reshape.default, (x, [1]))
             same.meta["val"] = node.meta.get("val")
             node.replace_all_uses_with(same)
             return
+
+
+def _is_counted_on(node: Any) -> bool:
+    """Whether a number changes before the end of the program: another name for it would change with it."""
+    names = _names(node) or [node]
+    return any(u.is_impure() and u.target is not aten._foreach_add_.Scalar for name in names for u in name.users)
 
 
 # -- linear layers ---------------------------------------------------------------------------------------------------
@@ -330,7 +335,7 @@ def _linears(graph: Graph, known: dict[Node, Any]) -> int:
             of.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
     count = 0
     for nodes in of.values():
-        biased = [n for n in nodes if len(n.args) > 2]
+        biased = [n for n in nodes if len(n.args) > 2 and n.args[2] is not None]
         for alike in (biased, [n for n in nodes if n not in biased]):
             for start in range(0, len(alike), 3):
                 _emit_linears(graph, alike[start : start + 3], known)
@@ -354,7 +359,7 @@ def _row_of(node: Node, known: dict[Node, Any]) -> bool:
 
 def _emit_linears(graph: Graph, nodes: list[Node], known: dict[Node, Any]) -> None:
     x: Any = nodes[0].args[0]
-    norm = _norm(_whole_of(x), known)
+    norm = _norm(_whole_of(x), known, known[nodes[0].args[1]].shape[1])  # type: ignore[index]
     parts = _summands(norm.x) if norm else None
     gate = _gate(nodes)
     if gate is not None:
@@ -394,10 +399,10 @@ def _whole_of(node: Node) -> Node:
     return node
 
 
-def _norm(node: Any, known: dict[Node, Any]) -> _Norm | None:
+def _norm(node: Any, known: dict[Node, Any], features: int) -> _Norm | None:
     for weight, scaled in _both(node, aten.mul.Tensor):
         held = known.get(weight)
-        if not isinstance(held, torch.Tensor) or held.dim() != 1 or held.shape[0] > WIDEST:
+        if not isinstance(held, torch.Tensor) or tuple(held.shape) != (features,):
             continue
         for value, root in _both(_bare(scaled), aten.mul.Tensor):
             x = _bare(value)

@@ -49,6 +49,32 @@ def test_a_block_and_its_gradients(ranks: Any) -> None:
         assert found["reduced"] == 1
 
 
+def replaced() -> tuple[float, str]:
+    """What a compiled block says of a shard that moved, and of a layer that is not the planned one."""
+    from models.compare import context
+
+    from paraxis import parallelize_model
+
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
+    model = parallelize_model(block(), context(), example_inputs=x, compile="inductor")
+    with torch.no_grad():
+        expected = model(x)
+        for parameter in model.parameters():
+            parameter._local = parameter._local.clone()
+        moved = float((model(x) - expected).abs().max())
+        model[1] = nn.Linear(16, 64)
+        try:
+            model(x)
+        except RuntimeError as error:
+            return moved, str(error)
+    return moved, ""
+
+
+def test_other_parameters_are_noticed(ranks: Any) -> None:
+    for moved, message in ranks(2).run(replaced, timeout=300):
+        assert moved == 0 and "illegal path for recompilation" in message
+
+
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     def repeat(x: torch.Tensor) -> torch.Tensor:
         batch, heads, length, size = x.shape

@@ -24,7 +24,7 @@ def draw(length: int) -> torch.Tensor:
 
 def test_a_causal_mask_is_opened() -> None:
     q, k, v = draw(5), draw(9), draw(9)
-    module = make_fx(on_a_cache, pre_dispatch=True)(q, k, v)
+    module = make_fx(lambda q, k, v: on_a_cache(q, k, v), pre_dispatch=True)(q, k, v)
     assert open_causal_masks(module) == 1
     (attention,) = module.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
     assert attention.args[3:] == (None, 0.0, True)

@@ -1,0 +1,54 @@
+"""A whole model on the kernels for single tokens, recorded and replayed, against the unsharded one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models.compare import parallel, reference
+
+
+def save(folder: Any) -> str:
+    """A model whose heads are large enough for the kernels."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=256,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@torch.no_grad()
+def differences(folder: str, device: str) -> list[float]:
+    """How far the logits of every step are from the unsharded model's: twice, with other weights the second time."""
+    from transformers import StaticCache
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, _ = parallel(folder, device, torch_dtype=torch.float32, compile="inductor", mode="reduce-overhead")
+    model.eval()
+    whole = reference(folder, dtype=torch.float32).to(device)
+    ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(1)).to(device)
+    found = []
+    for _ in range(2):
+        caches = [StaticCache(config=m.config, max_cache_len=70) for m in (model, whole)]
+        for step in [ids[:, :5], *ids[:, 5:].split(1, 1)]:
+            logits = [m(step, past_key_values=c).logits for m, c in zip((model, whole), caches, strict=True)]
+            found.append(float((logits[0] - logits[1]).abs().max()))
+        for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
+            parameter.to_local().mul_(1.5)
+            other.mul_(1.5)
+    return found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_steps_are_those_of_the_unsharded_model(ranks: Any, tmp_path: Any) -> None:
+    for found in ranks(1).run(differences, save(tmp_path), "cuda:0", timeout=300):
+        assert max(found) < 1e-4
