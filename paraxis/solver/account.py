@@ -64,11 +64,12 @@ def account(program: Program, solution: Solution, model: CostModel) -> Account:
             continue
         strategy = solution.strategies[step]
         total.work[step] = plain.run(step.call, strategy)
-        inputs = zip(step.inputs, step.call.inputs, solution.given[step], strategy.inputs, strict=True)
-        for value, tensor, given, need in inputs:
+        before = dict(zip(step.inputs, solution.given[step], strict=True))
+        for value, tensor, need in zip(step.inputs, step.call.inputs, strategy.inputs, strict=True):
+            given = before[value]
             if not isinstance(given, Free):
                 send(step, value, nbytes(tensor), given, need)
-                final[value] = settled(given, need)
+                before[value] = final[value] = settled(given, need)
         final.update(zip(step.outputs, strategy.outputs, strict=True))
     for step in program.steps:
         for value in dict.fromkeys(step.inputs) if step.call is None else ():

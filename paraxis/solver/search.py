@@ -101,6 +101,10 @@ class _Search:
         self.returned = tuple(v for step in program.steps if step.call is None for v in step.inputs)
         self._leaving = set(self.returned)
         self.sizes: dict[Value, int] = {}
+        self.whole: dict[Value, float] = {}
+        """What it costs to have a weight whole."""
+        self.remaining = Counter(v for step in program.steps if step.call for v in step.inputs)
+        """How often a value is still to be used."""
         self.optimal = True
         self.uses = Counter(v for step in program.steps if step.call for v in step.inputs)
         self._splittable: dict[Value, bool] = {}
@@ -114,8 +118,11 @@ class _Search:
         for i, step in enumerate(self.program.steps):
             for v, t in zip(step.inputs, step.call.inputs if step.call else (), strict=False):
                 self.sizes.setdefault(v, nbytes(t))
+                if v in self.program.weights and v not in self.whole:
+                    self.whole[v] = self.model.keep(t, REPLICATE, splittable=True)
             if step.call is not None:
                 live, states = self._advance(i, step, live, states, last)
+                self.remaining.subtract(step.inputs)
                 states = self._prune(live, states)
         cost, link = min(states.values(), key=lambda s: s[0])
         return self._read_back(cost, link)
@@ -144,6 +151,8 @@ class _Search:
         if step.call is not None:
             for v, t in zip(step.outputs, step.call.outputs, strict=True):
                 self.sizes[v] = nbytes(t)
+                if v in self.program.weights:
+                    self.whole[v] = self.model.keep(t, REPLICATE, splittable=True)
         kept = [where[v] for v in untouched]
         taken = [where[v] if v in where else self._name(self._initial(v)) - _FIXED for v in step.inputs]
         moves: dict[State, list[tuple[State, float, _Choice]]] = {}
@@ -253,8 +262,9 @@ class _Search:
 
     def _price(self, step: Step, call: Call, strategy: Strategy, given: tuple[Given, ...]) -> _Choice:
         cost = self.model.run(call, strategy)
-        after: list[Placement] = []
-        for value, tensor, g, need in zip(step.inputs, call.inputs, given, strategy.inputs, strict=True):
+        after: dict[Value, Given] = dict(zip(step.inputs, given, strict=True))
+        for value, tensor, need in zip(step.inputs, call.inputs, strategy.inputs, strict=True):
+            g = after[value]  # an input that is there twice is where its first use has left it
             if isinstance(g, (Replicate, Partial, Shard)):
                 cost += self.model.move(g, need, nbytes(tensor))
                 if self.sequence and isinstance(g, Partial) and need in (REPLICATE, SHARED):
@@ -263,13 +273,13 @@ class _Search:
                     cost += self.model.keep(tensor, REPLICATE, splittable=True)  # never gather a weight to save a sum
                 if self.model.backward and value in self.program.learned:
                     cost += self.model.return_gradient(g, need, nbytes(tensor), self.uses[value])
-                after.append(settled(g, need))
+                after[value] = settled(g, need)
             else:
                 kept = REPLICATE if need in (PARTIAL, SHARED) else need
-                after.append(kept)
+                after[value] = kept
                 if value not in self.program.placements:
                     cost += self.model.keep(tensor, kept, self._can_split(value, tensor.shape))
-        return _Choice(strategy, tuple(after), cost, given)
+        return _Choice(strategy, tuple(after[v] for v in step.inputs), cost, given)  # type: ignore[misc]
 
     def _can_split(self, value: Value, shape: tuple[Any, ...]) -> bool:
         if value not in self._splittable:
@@ -348,10 +358,26 @@ class _Search:
                 return False  # where a parameter lives is part of the plan
             if isinstance(b, Partial) or (isinstance(b, Shard) and b.layouts):
                 return False  # rules follow the placements there are: nobody may offer to go there from here
-            bridge += self.model.move(a, b, self.sizes.get(value, 0))  # type: ignore[arg-type]
+            bridge += self._bridge(value, a, b)  # type: ignore[arg-type]
             if bridge > cost:
                 return False
         return True
+
+    def _bridge(self, value: Value, a: Placement, b: Placement) -> float:
+        """At most so much more is paid for a value that is in ``a`` and not, whole, in ``b``.
+
+        A sum may have to be scattered at one use and gathered at the next, where no rule offers to reduce it at once.
+        A weight that is gathered is paid for like one that is kept whole.
+        """
+        size = self.sizes.get(value, 0)
+        cost = self.model.move(a, b, size)
+        if isinstance(a, Partial) and self.remaining[value] > 1:
+            cost = max(cost, self.model.collective("reduce_scatter", size) + self.model.collective("all_gather", size))
+        if self.sequence and isinstance(a, Partial):
+            cost += self.model.unsplit
+        if value in self.program.weights and (isinstance(a, Partial) or (isinstance(a, Shard) and a.layouts)):
+            cost += self.whole[value]
+        return cost
 
     def _read_back(self, cost: float, link: Link | None) -> Solution:
         strategies: dict[Step, Strategy] = {}

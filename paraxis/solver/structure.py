@@ -104,6 +104,9 @@ class Candidates:
                 if right[0] in demands:
                     self._add(step.inputs[0], left[0], demands[right[0]])
                 continue
+            if call.inputs[0].ndim == 1:  # a vector made to fit beside others: ones in front mean nothing
+                right = [d for d, n in zip(right, sizes, strict=True) if n != 1] or right[-1:]
+                sizes = [call.out.shape[d] for d in right]
             if sizes[0] == 1:  # a single unit, said explicitly: one head
                 self._add(step.inputs[0], left[0], [((prod(sizes), prod(sizes)),)])
                 continue

@@ -47,7 +47,7 @@ class _Exhaustive:
             tried.add((strategy.inputs, strategy.outputs))
             after, price = dict(where), self.model.run(step.call, strategy)
             for value, tensor, need in zip(step.inputs, step.call.inputs, strategy.inputs):
-                price += self._bring(value, tensor, need, where[value], after)
+                price += self._bring(value, tensor, need, after[value], after)
             after.update(zip(step.outputs, strategy.outputs))
             self._from(i + 1, after, cost + price)
 

@@ -46,7 +46,7 @@ def test_the_formulation_is_that_of_trying_everything(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(200))
 def test_random_graphs(seed: int) -> None:
     world = (2, 3, 4)[seed % 3]
-    program = random_graph(seed, world, length=6 + seed % 8)
+    program = random_graph(seed, world, length=6 + seed % 8, twice=seed % 2 == 0)
     for model in (CostModel(), MODELS[seed % len(MODELS)]):
         check(program, replace(model, world=world))
 
@@ -104,13 +104,9 @@ def test_a_weaker_search_is_caught(monkeypatch: pytest.MonkeyPatch, method: str,
     assert caught
 
 
-# -- where the search is not there yet -----------------------------------------------------------------------------
-
-twice = pytest.mark.xfail(strict=True, reason="a tensor that a step takes twice is paid for twice")
-dominated = pytest.mark.xfail(strict=True, reason="a state is dropped that is not dominated")
+# -- where a search goes wrong easily ------------------------------------------------------------------------------
 
 
-@twice
 def test_a_tensor_taken_twice() -> None:
     """The square of a sum reduces it once."""
 
@@ -123,23 +119,12 @@ def test_a_tensor_taken_twice() -> None:
     check(program, CostModel())
 
 
-@twice
-def test_random_graphs_that_take_a_tensor_twice() -> None:
-    for seed in range(1000, 1030):
-        world = (2, 3, 4)[seed % 3]
-        program = random_graph(seed, world, twice=True)
-        for model in (CostModel(), MODELS[0]):
-            check(program, replace(model, world=world))
-
-
-@dominated
 def test_a_view_of_a_weight_that_must_be_whole() -> None:
     """To gather it is no cheaper than to have kept the weight whole."""
     program = traced(lambda x, w: x @ w.t().flip(0, 1), [torch.empty(4, 8)], [torch.empty(8, 8)], 2)
     check(program, CostModel())
 
 
-@dominated
 def test_a_sum_that_is_scattered_and_then_needed_whole() -> None:
     """Two collectives, where one before the sum is enough."""
 
