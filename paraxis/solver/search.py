@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Replicate, Shard
-from ..rules import FREE, Call, Given, Strategy, accepts_free, replicated, rule_for, same_size
+from ..rules import FREE, Call, Given, Strategy, Tensor, accepts_free, replicated, rule_for, same_size
 from ..rules.base import is_one
-from .cost import CostModel, nbytes
+from .cost import CostModel, collective_between, nbytes
 from .program import Program, Step, Value
 from .structure import Candidates
 
@@ -101,8 +101,7 @@ class _Search:
         self.returned = tuple(v for step in program.steps if step.call is None for v in step.inputs)
         self._leaving = set(self.returned)
         self.sizes: dict[Value, int] = {}
-        self.whole: dict[Value, float] = {}
-        """What it costs to have a weight whole."""
+        self.tensors: dict[Value, Tensor] = {}
         self.remaining = Counter(v for step in program.steps if step.call for v in step.inputs)
         """How often a value is still to be used."""
         self.optimal = True
@@ -118,8 +117,7 @@ class _Search:
         for i, step in enumerate(self.program.steps):
             for v, t in zip(step.inputs, step.call.inputs if step.call else (), strict=False):
                 self.sizes.setdefault(v, nbytes(t))
-                if v in self.program.weights and v not in self.whole:
-                    self.whole[v] = self.model.keep(t, REPLICATE, splittable=True)
+                self.tensors.setdefault(v, t)
             if step.call is not None:
                 live, states = self._advance(i, step, live, states, last)
                 self.remaining.subtract(step.inputs)
@@ -150,9 +148,7 @@ class _Search:
         ]
         if step.call is not None:
             for v, t in zip(step.outputs, step.call.outputs, strict=True):
-                self.sizes[v] = nbytes(t)
-                if v in self.program.weights:
-                    self.whole[v] = self.model.keep(t, REPLICATE, splittable=True)
+                self.sizes[v], self.tensors[v] = nbytes(t), t
         kept = [where[v] for v in untouched]
         taken = [where[v] if v in where else self._name(self._initial(v)) - _FIXED for v in step.inputs]
         moves: dict[State, list[tuple[State, float, _Choice]]] = {}
@@ -268,7 +264,7 @@ class _Search:
             if isinstance(g, (Replicate, Partial, Shard)):
                 cost += self.model.move(g, need, nbytes(tensor))
                 if self.sequence and isinstance(g, Partial) and need in (REPLICATE, SHARED):
-                    cost += self.model.unsplit * (tensor.ndim > 1 and not is_one(tensor.shape[-1]))
+                    cost += self._unsplit(tensor)
                 if g != need and value in self.program.weights and isinstance(g, Shard):
                     cost += self.model.keep(tensor, REPLICATE, splittable=True)  # never gather a weight to save a sum
                 if self.model.backward and value in self.program.learned:
@@ -367,17 +363,22 @@ class _Search:
         """At most so much more is paid for a value that is in ``a`` and not, whole, in ``b``.
 
         A sum may have to be scattered at one use and gathered at the next, where no rule offers to reduce it at once.
-        A weight that is gathered is paid for like one that is kept whole.
         """
         size = self.sizes.get(value, 0)
         cost = self.model.move(a, b, size)
-        if isinstance(a, Partial) and self.remaining[value] > 1:
-            cost = max(cost, self.model.collective("reduce_scatter", size) + self.model.collective("all_gather", size))
-        if self.sequence and isinstance(a, Partial):
-            cost += self.model.unsplit
-        if value in self.program.weights and (isinstance(a, Partial) or (isinstance(a, Shard) and a.layouts)):
-            cost += self.whole[value]
+        if isinstance(a, Partial):
+            if self.remaining[value] > 1:
+                detour = self.model.collective("reduce_scatter", size) + self.model.collective("all_gather", size)
+                cost = max(cost, detour)
+            if self.sequence:
+                cost += self._unsplit(self.tensors[value])
+        if value in self.program.weights and collective_between(a, b) is not None:
+            cost += self.model.keep(self.tensors[value], REPLICATE, splittable=True)
         return cost
+
+    def _unsplit(self, tensor: Tensor) -> float:
+        """The price of a sum that is made whole where it should be scattered on the sequence."""
+        return self.model.unsplit if tensor.ndim > 1 and not is_one(tensor.shape[-1]) else 0.0
 
     def _read_back(self, cost: float, link: Link | None) -> Solution:
         strategies: dict[Step, Strategy] = {}
