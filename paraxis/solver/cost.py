@@ -11,7 +11,7 @@ from math import prod
 
 import torch
 
-from ..placement import Partial, Placement, Replicate, Shard
+from ..placement import REPLICATE, Partial, Placement, Replicate, Shard
 from ..rules import Call, Strategy, Tensor
 from .machine import DEFAULT, Machine, volume
 from .program import hint
@@ -54,6 +54,8 @@ class CostModel:
     """From how many inputs per output a layer counts as one with few outputs."""
     unsplit: float = 1e-3
     """Seconds for an activation that is whole between parallel layers where it should be split on the sequence."""
+    gathered: float = 0.5
+    """The part of the price of a whole parameter for one that is split, but made whole wherever it is used."""
     thin: int = 4
     """A parameter of up to so many vectors (a depthwise convolution) may stay whole, as vectors may."""
 
@@ -133,6 +135,10 @@ class CostModel:
             narrow = tensor.ndim == 2 and sizes[1] >= self.aspect * sizes[0]
             return (self.narrow if narrow else self.replication) * nbytes(tensor)
         return self.fraction(placement) * nbytes(tensor) / self.memory
+
+    def gather_weight(self, tensor: Tensor) -> float:
+        """Make a weight whole to use it, beside the collective: never done to save a sum."""
+        return self.gathered * self.keep(tensor, REPLICATE, splittable=True)
 
 
 def collective_between(source: Placement, target: Placement) -> str | None:

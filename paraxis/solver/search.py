@@ -266,7 +266,7 @@ class _Search:
                 if self.sequence and isinstance(g, Partial) and need in (REPLICATE, SHARED):
                     cost += self._unsplit(tensor)
                 if g != need and value in self.program.weights and isinstance(g, Shard):
-                    cost += self.model.keep(tensor, REPLICATE, splittable=True)  # never gather a weight to save a sum
+                    cost += self.model.gather_weight(tensor)
                 if self.model.backward and value in self.program.learned:
                     cost += self.model.return_gradient(g, need, nbytes(tensor), self.uses[value])
                 after[value] = settled(g, need)
@@ -373,7 +373,7 @@ class _Search:
             if self.sequence:
                 cost += self._unsplit(self.tensors[value])
         if value in self.program.weights and collective_between(a, b) is not None:
-            cost += self.model.keep(self.tensors[value], REPLICATE, splittable=True)
+            cost += self.model.gather_weight(self.tensors[value])
         return cost
 
     def _unsplit(self, tensor: Tensor) -> float:

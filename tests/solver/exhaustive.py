@@ -59,7 +59,7 @@ class _Exhaustive:
             return self.model.keep(tensor, after[value], splits)
         price = self.model.move(given, need, nbytes(tensor))
         if given != need and value in self.program.parameters and isinstance(given, Shard):
-            price += self.model.keep(tensor, REPLICATE, splittable=True)
+            price += self.model.gather_weight(tensor)
         if given in (need, REPLICATE, SHARED):
             return price  # a whole tensor stays whole, whatever part of it is used
         scattered = isinstance(given, Partial) and isinstance(need, Shard) and need.layouts

@@ -119,7 +119,7 @@ class _Formulation:
                 continue
             cost += self.model.move(given, need, nbytes(tensor))
             if isinstance(given, Shard) and given != need and value in self.program.weights:
-                cost += self.model.keep(tensor, REPLICATE, splittable=True)
+                cost += self.model.gather_weight(tensor)
             if given in (need, REPLICATE, SHARED):
                 places[value] = given  # a whole tensor stays whole, whatever part of it is used
             elif isinstance(given, Partial) and isinstance(need, Shard) and need.layouts:
