@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from zoo.plans import compare, dim_of, problems, shipped, style_of
 
 SOME = ["qwen3_moe", "granite_swa"]
