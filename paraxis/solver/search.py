@@ -102,6 +102,8 @@ class _Search:
         self._leaving = set(self.returned)
         self.sizes: dict[Value, int] = {}
         self.tensors: dict[Value, Tensor] = {}
+        self.remaining = Counter(v for step in program.steps if step.call for v in step.inputs)
+        """How often a value is still to be used."""
         self.optimal = True
         self.uses = Counter(v for step in program.steps if step.call for v in step.inputs)
         self._splittable: dict[Value, bool] = {}
@@ -118,6 +120,7 @@ class _Search:
                 self.tensors.setdefault(v, t)
             if step.call is not None:
                 live, states = self._advance(i, step, live, states, last)
+                self.remaining.subtract(step.inputs)
                 states = self._prune(live, states)
         cost, link = min(states.values(), key=lambda s: s[0])
         return self._read_back(cost, link)
@@ -226,11 +229,8 @@ class _Search:
         for i, g in enumerate(given):
             if g is FREE and not accepts_free(call.target):
                 options.append([REPLICATE, *self._free(call, i)])
-            elif isinstance(g, Partial):  # as it is, or reduced before: a rule may know of the scatter alone
-                options.append([g, REPLICATE])
-                if self.sequence:
-                    shape = call.inputs[i].shape
-                    options[-1] = [*options[-1], *sequence_shards(shape, self.length, self.program.world)]
+            elif self.sequence and isinstance(g, Partial):
+                options.append([g, *sequence_shards(call.inputs[i].shape, self.length, self.program.world)])
             else:
                 options.append([g])
         for combination in product(*options):
@@ -360,10 +360,18 @@ class _Search:
         return True
 
     def _bridge(self, value: Value, a: Placement, b: Placement) -> float:
-        """At most so much more is paid for a value that is in ``a`` and not, whole, in ``b``."""
-        cost = self.model.move(a, b, self.sizes.get(value, 0))
-        if self.sequence and isinstance(a, Partial):
-            cost += self._unsplit(self.tensors[value])
+        """At most so much more is paid for a value that is in ``a`` and not, whole, in ``b``.
+
+        A sum may have to be scattered at one use and gathered at the next, where no rule offers to reduce it at once.
+        """
+        size = self.sizes.get(value, 0)
+        cost = self.model.move(a, b, size)
+        if isinstance(a, Partial):
+            if self.remaining[value] > 1:
+                detour = self.model.collective("reduce_scatter", size) + self.model.collective("all_gather", size)
+                cost = max(cost, detour)
+            if self.sequence:
+                cost += self._unsplit(self.tensors[value])
         if value in self.program.weights and collective_between(a, b) is not None:
             cost += self.model.gather_weight(self.tensors[value])
         return cost

@@ -76,8 +76,6 @@ class _Exhaustive:
             if where[value] is FREE and not accepts_free(call.target):
                 splits = [Shard.of(d, x) for d in range(call.inputs[i].ndim) for x in call.layouts.get((i, d), ())]
                 options.append([REPLICATE, *splits])
-            elif where[value] == PARTIAL:
-                options.append([PARTIAL, REPLICATE])
             else:
                 options.append([where[value]])
         for given in product(*options):

@@ -136,7 +136,6 @@ class _Formulation:
             return
         free = [g is FREE and not accepts_free(call.target) for g in given]
         options = [[REPLICATE, *self._cuts(call, i)] if f else [g] for i, (f, g) in enumerate(zip(free, given))]
-        options = [[PARTIAL, REPLICATE] if o == [PARTIAL] else o for o in options]  # a sum may be reduced before
         for combination in product(*options):
             for s in rule(call, combination):
                 tensors, placements = (*call.inputs, *call.outputs), (*s.inputs, *s.outputs)
