@@ -176,7 +176,8 @@ def page(records: list[dict[str, Any]], world: int) -> str:
     """Markdown: a summary, then every type with what differs."""
     import transformers
 
-    bad = [r for r in records if "error" in r or problems(r)]
+    failed = [r for r in records if "error" in r]
+    bad = [r for r in records if "error" not in r and problems(r)]
     lines = [
         "# Plans beside the hand-written ones",
         "",
@@ -189,8 +190,8 @@ def page(records: list[dict[str, Any]], world: int) -> str:
         "",
         f"{date.today().isoformat()}, torch {torch.__version__}, Python {platform.python_version()}.",
         "",
-        f"{len(records)} types; {sum(not r.get('differing') for r in records)} with the same plan; "
-        f"ours is dearer or holds more in {len(bad)}.",
+        f"{len(records) - len(failed)} types; {sum(r.get('differing') == {} for r in records)} with the same plan; "
+        f"ours is dearer or holds more in {len(bad)}. Not compared: {', '.join(r['name'] for r in failed) or 'none'}.",
         "",
         "| type | held: theirs | ours | cost: theirs | ours | time: theirs | ours | what differs (theirs → ours) |",
         "|---|---|---|---|---|---|---|---|",
