@@ -169,7 +169,7 @@ class _Teller:
                 alternatives.append(found)
         name = self.program.parameters[value]
         if isinstance(chosen, Shard):
-            reason = "That is the cheapest plan in which it is split."
+            reason = "Another placement would do as well:"
             if all(not other.possible or other.cost > 0 for other in alternatives):
                 reason = "Every other placement would cost more:"
         else:

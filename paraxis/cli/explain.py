@@ -35,7 +35,7 @@ def command(
 ) -> None:
     """Say why something is split as it is: the alternatives, and what each would have cost.
 
-    Example: paraxis explain meta-llama/Llama-3.1-8B model.layers.0.mlp.down_proj --tp 8
+    Example: paraxis explain org/model model.layers.0.mlp.down_proj --tp 8
     """
     with told(debug):
         check_model(model)

@@ -37,7 +37,7 @@ def command(
 ) -> None:
     """Show how a model would be split, without weights, ranks or a GPU.
 
-    Example: paraxis plan meta-llama/Llama-3.1-8B --tp 8 --machine h100
+    Example: paraxis plan org/model --tp 8 --machine h100
     """
     with told(debug):
         check_model(model)

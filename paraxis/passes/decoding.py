@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .grouped import _argument, _shape, _unrepeated, is_impure
+from .grouped import argument, is_impure, shape_of, unrepeated
 
 aten = torch.ops.aten
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -179,15 +179,15 @@ def _attention(graph: Graph, known: dict[Node, Any]) -> int:
 
 def _attention_parts(node: Node, known: dict[Node, Any]) -> tuple[Node, Any, _Write, _Write] | None:
     """(query, mask, write of keys, write of values) of an attention of one query that the kernel computes."""
-    shape = _shape(node)
-    query, mask = node.args[0], _argument(node, 3, "attn_mask", None)
+    shape = shape_of(node)
+    query, mask = node.args[0], argument(node, 3, "attn_mask", None)
     if shape is None or len(shape) != 4 or not isinstance(shape[2], int) or shape[2] != 1:
         return None
-    if _argument(node, 4, "dropout_p", 0.0) or _argument(node, 5, "is_causal", False):
+    if argument(node, 4, "dropout_p", 0.0) or argument(node, 5, "is_causal", False):
         return None
     writes = []
     for states in node.args[1:3]:
-        repeated = _unrepeated(states)
+        repeated = unrepeated(states)
         write = _written(repeated[0] if repeated else states)
         cache = known.get(write.cache) if write else None
         if write is None or not isinstance(cache, torch.Tensor) or cache.dim() != 4 or cache.stride(3) != 1:
@@ -250,13 +250,13 @@ def _turn(node: Any, features: int) -> _Turn | None:
 
 def _is_half_turn(node: Any, x: Any, features: int) -> bool:
     """``cat([-x[..., half:], x[..., :half]], -1)``"""
-    if not _is(node, aten.cat.default) or len(node.args[0]) != 2 or _argument(node, 1, "dim", 0) not in (-1, 3):
+    if not _is(node, aten.cat.default) or len(node.args[0]) != 2 or argument(node, 1, "dim", 0) not in (-1, 3):
         return False
     negative, low = node.args[0]
     high: Any = negative.args[0] if _is(negative, aten.neg.default) else None
     if not _is(low, aten.slice.Tensor) or not _is(high, aten.slice.Tensor):
         return False
-    bounds = [(s.args[0], *(_argument(s, i, n, d) for i, n, d in _SLICE)) for s in (low, high)]
+    bounds = [(s.args[0], *(argument(s, i, n, d) for i, n, d in _SLICE)) for s in (low, high)]
     half = features // 2
     return (
         all(b[0] is x and b[1] in (-1, 3) and b[4] == 1 for b in bounds)

@@ -45,32 +45,32 @@ def _match(node: Node) -> tuple[Node, Node, int] | None:
     if node.target is not aten.scaled_dot_product_attention.default:
         return None
     query, key, value = node.args[:3]
-    mask = _argument(node, 3, "attn_mask", None)
-    if _argument(node, 4, "dropout_p", 0.0) or _argument(node, 5, "is_causal", False):
+    mask = argument(node, 3, "attn_mask", None)
+    if argument(node, 4, "dropout_p", 0.0) or argument(node, 5, "is_causal", False):
         return None
-    shape = _shape(node)
+    shape = shape_of(node)
     if shape is None or len(shape) != 4 or not isinstance(shape[2], int) or shape[2] != 1:
         return None
     if isinstance(mask, Node):
-        seen = _shape(mask)
+        seen = shape_of(mask)
         if seen is None or len(seen) != 4 or seen[1] != 1:  # a mask per head
             return None
-    keys, values = _unrepeated(key), _unrepeated(value)
+    keys, values = unrepeated(key), unrepeated(value)
     if keys is None or values is None or keys[1] != values[1] or not isinstance(query, Node):
         return None
     return keys[0], values[0], keys[1]
 
 
-def _argument(node: Node, position: int, name: str, default: Any) -> Any:
+def argument(node: Node, position: int, name: str, default: Any) -> Any:
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
-def _shape(node: Node) -> tuple[Any, ...] | None:
+def shape_of(node: Node) -> tuple[Any, ...] | None:
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else None
 
 
-def _unrepeated(node: Any) -> tuple[Node, int] | None:
+def unrepeated(node: Any) -> tuple[Node, int] | None:
     """What ``x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)`` repeats, and how often."""
     if not isinstance(node, Node) or node.target not in (aten.reshape.default, aten.view.default):
         return None
@@ -88,7 +88,7 @@ def _unrepeated(node: Any) -> tuple[Node, int] | None:
 
 def _emit(graph: Graph, node: Node, keys: Node, values: Node, groups: int) -> Node:
     query: Any = node.args[0]
-    mask, scale = _argument(node, 3, "attn_mask", None), node.kwargs.get("scale")
+    mask, scale = argument(node, 3, "attn_mask", None), node.kwargs.get("scale")
     return graph.call_function(attend_one, (query, keys, values, mask, groups, scale))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
-from .grouped import _argument, _shape, is_impure
+from .grouped import argument, is_impure, shape_of
 
 aten = torch.ops.aten
 MOST = 100
@@ -26,10 +26,10 @@ def open_causal_masks(module: GraphModule) -> int:
     known: dict[Node, bool] = {}
     count = 0
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        mask, shape = _argument(node, 3, "attn_mask", None), _shape(node)
+        mask, shape = argument(node, 3, "attn_mask", None), shape_of(node)
         if not isinstance(mask, Node) or shape is None or len(shape) != 4 or not isinstance(shape[2], int):
             continue
-        if shape[2] == 1 or _argument(node, 4, "dropout_p", 0.0) or _argument(node, 5, "is_causal", False):
+        if shape[2] == 1 or argument(node, 4, "dropout_p", 0.0) or argument(node, 5, "is_causal", False):
             continue
         if mask not in known:
             value = _constant(mask)

@@ -63,7 +63,8 @@ def shipped() -> list[str]:
         try:
             with torch.device("meta"):
                 model = case.build(**case.overrides)
-        except Exception:
+        except Exception as error:
+            print(f"{name} cannot be built here: {str(error).splitlines()[0]}", file=sys.stderr)
             continue
         plan = their_plan(model)
         if any(dim_of(style_of([n], plan), p.ndim) is not None for n, p in model.named_parameters()):
