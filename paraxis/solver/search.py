@@ -5,9 +5,11 @@ frontier), the cheapest way to get there. What comes later depends on nothing el
 with memory, linear in the depth of the model as long as the frontier is narrow, and without recursion.
 
 A state is dropped when it is dominated: when starting from another state and communicating its tensors into this
-state's placements would cost no more. That keeps the result optimal under the cost model. Where more states than
-:data:`MAX_STATES` remain all the same, only the most promising ones are followed up, and the solution is not called
-optimal.
+state's placements would cost no more. That keeps the result optimal under the cost model. The first pass follows up the
+:data:`BEAM` most promising of the states that remain. Where that leaves any out, a second pass keeps all but those that
+can no longer become cheaper than what the first has found, even if the rest of the program were split perfectly and
+communicated nothing (branch and bound). Only where that is too much work as well (:data:`MAX_STATES`, :data:`EFFORT`)
+is the solution not called optimal.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
+from math import inf
 from typing import Any
 
 import torch
@@ -28,8 +31,14 @@ from .cost import CostModel, collective_between, nbytes
 from .program import Program, Step, Value
 from .structure import Candidates
 
-MAX_STATES = 256
-"""More states than this are not followed up, and the solution is then not called optimal."""
+BEAM = 64
+"""How many states the first pass follows up, and the second one when it has become too much work."""
+MAX_STATES = 4096
+"""How many states the second pass follows up at most."""
+EFFORT = 100_000
+"""How many states the second pass looks at, all steps together, before it has become too much work."""
+ROUNDING = 1e-9
+"""How much dearer, relatively, a sum of costs may come out in another order."""
 ANCHORS = 8
 """How many of the best states others are compared with."""
 
@@ -102,28 +111,55 @@ class _Search:
         self._leaving = set(self.returned)
         self.sizes: dict[Value, int] = {}
         self.tensors: dict[Value, Tensor] = {}
-        self.remaining = Counter(v for step in program.steps if step.call for v in step.inputs)
+        self.remaining: Counter[Value] = Counter()
         """How often a value is still to be used."""
         self.optimal = True
         self.uses = Counter(v for step in program.steps if step.call for v in step.inputs)
         self._splittable: dict[Value, bool] = {}
         self._names: dict[Given, int] = {}
         self._placements: list[Given] = []
+        self._moves: dict[Step, dict[State, list[tuple[State, float, _Choice]]]] = {}
 
     def run(self) -> Solution:
+        """The cheapest solution: found by following up a few states, proven or improved by following up all."""
+        solution = self._pass(BEAM)
+        if solution.optimal:
+            return solution
+        try:
+            second = self._pass(MAX_STATES, bound=solution.cost)
+        except Unsatisfiable:  # too much work, and what was left out were the states that lead to the first solution
+            return solution
+        return second if second.optimal or second.cost < solution.cost else solution
+
+    def _pass(self, most: int, bound: float = inf) -> Solution:
+        """Go through all steps with up to ``most`` states, none of which can only become dearer than ``bound``."""
         last = {v: i for i, step in enumerate(self.program.steps) if step.call for v in step.inputs}
+        floors = self._floors() if bound < inf else []
         live: list[Value] = []
         states: States = {(): (0.0, None)}
+        self.optimal, self.remaining, work = True, Counter(self.uses), 0
         for i, step in enumerate(self.program.steps):
             for v, t in zip(step.inputs, step.call.inputs if step.call else (), strict=False):
                 self.sizes.setdefault(v, nbytes(t))
                 self.tensors.setdefault(v, t)
             if step.call is not None:
                 live, states = self._advance(i, step, live, states, last)
+                if floors:
+                    dearest = bound * (1 + ROUNDING) - floors[i + 1]
+                    states = {state: way for state, way in states.items() if way[0] <= dearest}
                 self.remaining.subtract(step.inputs)
-                states = self._prune(live, states)
+                work += len(states)
+                states = self._prune(live, states, most if work <= EFFORT else BEAM)
         cost, link = min(states.values(), key=lambda s: s[0])
         return self._read_back(cost, link)
+
+    def _floors(self) -> list[float]:
+        """For every step what it and all later ones cost at least: as if each were split perfectly."""
+        floors = [0.0]
+        for step in reversed(self.program.steps):
+            alone = self.model.run(step.call, replicated(step.call)) if step.call is not None else 0.0
+            floors.append(floors[-1] + alone / self.model.world)
+        return floors[::-1]
 
     def _name(self, placement: Given) -> int:
         """A number for a placement: states are compared and hashed all the time."""
@@ -151,7 +187,7 @@ class _Search:
                 self.sizes[v], self.tensors[v] = nbytes(t), t
         kept = [where[v] for v in untouched]
         taken = [where[v] if v in where else self._name(self._initial(v)) - _FIXED for v in step.inputs]
-        moves: dict[State, list[tuple[State, float, _Choice]]] = {}
+        moves = self._moves.setdefault(step, {})
         result: States = {}
         for state, (cost, link) in states.items():
             given = tuple(state[k] if k >= 0 else k + _FIXED for k in taken)
@@ -284,28 +320,35 @@ class _Search:
 
     # -- pruning -----------------------------------------------------------------------------------------------
 
-    def _prune(self, live: list[Value], states: States) -> States:
+    def _prune(self, live: list[Value], states: States, most: int) -> States:
         if len(states) < 2:
             return states
         ranked = sorted(states.items(), key=lambda item: item[1][0])
         own = [k for k, v in enumerate(live) if v in self.program.parameters and v not in self.program.placements]
         alike = self._neighbours(live, states) if len(states) > ANCHORS else []
+        tolls: list[dict[tuple[int, int], float]] = [{} for _ in live]
         kept: list[tuple[State, tuple[float, Link | None]]] = []
         best: dict[State, list[State]] = {}  # by the places of parameters, which are part of the plan
         order = {state: position for position, (state, _) in enumerate(ranked)}
         for state, (cost, link) in ranked:
             anchors = best.setdefault(tuple(state[k] for k in own), [])
-            near = (other for group, k in alike for other in group[state[:k] + state[k + 1 :]] if other is not state)
+            near = (
+                other
+                for group, k in alike
+                if self._whole(state[k])
+                for other in group[state[:k] + state[k + 1 :]]
+                if other is not state
+            )
             if not any(
-                order[anchor] < order[state] and self._reaches(live, anchor, states[anchor][0], state, cost)
+                order[anchor] < order[state] and self._reaches(live, anchor, states[anchor][0], state, cost, tolls)
                 for anchor in chain(anchors, near)
             ):
                 kept.append((state, (cost, link)))
                 if len(anchors) < ANCHORS:
                     anchors.append(state)
-        if len(kept) > MAX_STATES:
+        if len(kept) > most:
             self.optimal = False
-            kept = self._beam(live, kept)
+            kept = self._beam(live, kept, most)
         return dict(kept)
 
     def _neighbours(self, live: list[Value], states: States) -> list[tuple[dict[State, list[State]], int]]:
@@ -322,7 +365,7 @@ class _Search:
         return groups
 
     def _beam(
-        self, live: list[Value], ranked: list[tuple[State, tuple[float, Link | None]]]
+        self, live: list[Value], ranked: list[tuple[State, tuple[float, Link | None]]], most: int
     ) -> list[tuple[State, tuple[float, Link | None]]]:
         """The most promising states: the cheapest so far, and the cheapest if all had to be made whole now."""
         debts: dict[tuple[int, int], float] = {}
@@ -339,25 +382,48 @@ class _Search:
                     cost += debts[number, size]
             return cost
 
-        half = MAX_STATES // 2
+        half = most // 2
         first, rest = ranked[:half], ranked[half:]
         return first + sorted(rest, key=settled_cost)[:half]
 
-    def _reaches(self, live: list[Value], anchor: State, floor: float, state: State, cost: float) -> bool:
-        """Whether moving the anchor's tensors into the placements of ``state`` costs no more than ``state`` does."""
+    def _reaches(
+        self,
+        live: list[Value],
+        anchor: State,
+        floor: float,
+        state: State,
+        cost: float,
+        tolls: list[dict[tuple[int, int], float]],
+    ) -> bool:
+        """Whether moving the anchor's tensors into the placements of ``state`` costs no more than ``state`` does.
+
+        ``tolls`` remembers, for every position, what it costs to get from one placement to another.
+        """
         bridge = floor
-        for value, x, y in zip(live, anchor, state, strict=True):
+        for k, (x, y) in enumerate(zip(anchor, state, strict=True)):
             if x == y:
                 continue
-            a, b = self._placements[x], self._placements[y]
-            if value in self.program.parameters and value not in self.program.placements:
-                return False  # where a parameter lives is part of the plan
-            if isinstance(b, Partial) or (isinstance(b, Shard) and b.layouts):
-                return False  # rules follow the placements there are: nobody may offer to go there from here
-            bridge += self._bridge(value, a, b)  # type: ignore[arg-type]
+            toll = tolls[k].get((x, y))
+            if toll is None:
+                toll = tolls[k][x, y] = self._toll(live[k], x, y)
+            bridge += toll
             if bridge > cost:
                 return False
         return True
+
+    def _whole(self, number: int) -> bool:
+        """Whether every rank has the whole tensor in this placement: it can be got to from any other."""
+        placement = self._placements[number]
+        return not (isinstance(placement, Partial) or (isinstance(placement, Shard) and placement.layouts))
+
+    def _toll(self, value: Value, x: int, y: int) -> float:
+        """What it costs at most to be in the first of two placements instead of the second; infinity if that cannot
+        be said."""
+        if value in self.program.parameters and value not in self.program.placements:
+            return inf  # where a parameter lives is part of the plan
+        if not self._whole(y):
+            return inf  # rules follow the placements there are: nobody may offer to go there from here
+        return self._bridge(value, self._placements[x], self._placements[y])  # type: ignore[arg-type]
 
     def _bridge(self, value: Value, a: Placement, b: Placement) -> float:
         """At most so much more is paid for a value that is in ``a`` and not, whole, in ``b``.

@@ -68,7 +68,11 @@ Permit = Callable[[Step, Strategy, tuple[Given, ...], tuple[Placement, ...]], bo
 def _within(
     program: Program, model: CostModel, wanted: Wanted, permit: Permit, options: dict[str, Any]
 ) -> tuple[Solution, Candidates]:
-    """The fastest solution whose parameters fit: the lowest price of memory at which they do."""
+    """The fastest solution whose parameters fit: the lowest price of memory at which they do.
+
+    Unless memory may be free, that is not called optimal: between two prices there may be a solution that is the
+    cheapest at none.
+    """
     limit = wanted.memory_limit
     if limit is None:
         return search(program, model, permit=permit, **options)
@@ -92,7 +96,7 @@ def _within(
             best, high = found, middle
         else:
             low = middle
-    return best
+    return replace(best[0], optimal=False), best[1]
 
 
 def _conflict(

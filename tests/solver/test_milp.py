@@ -83,17 +83,41 @@ def test_architectures(name: str) -> None:
         assert check(program, CostModel(world=world)).optimal
 
 
+SEARCH = importlib.import_module("paraxis.solver.search")
+
+
+def test_what_the_first_pass_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first pass that follows up two states often misses the optimum; the second one, bounded by it, does not."""
+    monkeypatch.setattr(SEARCH, "BEAM", 2)
+    missed = 0
+    for seed in range(30):
+        program = random_graph(seed)
+        assert check(program, CostModel()).optimal
+        with monkeypatch.context() as only:
+            only.setattr(SEARCH, "MAX_STATES", 2)
+            first, _ = search(program, CostModel())
+        missed += not first.optimal and first.cost > optimum(program, CostModel()) * (1 + 1e-6)
+    assert missed
+
+
+def test_too_much_work_is_not_called_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SEARCH, "BEAM", 2)
+    monkeypatch.setattr(SEARCH, "EFFORT", 0)
+    solutions = [search(random_graph(seed), CostModel())[0] for seed in range(10)]
+    assert not all(solution.optimal for solution in solutions)
+
+
 # -- that the comparison can fail ----------------------------------------------------------------------------------
 
 
-def _one_state(self: Any, live: Any, states: Any) -> Any:
+def _one_state(self: Any, live: Any, states: Any, most: int) -> Any:
     return dict(sorted(states.items(), key=lambda item: item[1][0])[:1])
 
 
 @pytest.mark.parametrize("method, broken", [("_prune", _one_state), ("_reaches", lambda *_: True)])
 def test_a_weaker_search_is_caught(monkeypatch: pytest.MonkeyPatch, method: str, broken: Any) -> None:
     """One that keeps a single state, and one that takes every state for dominated by a cheaper one."""
-    monkeypatch.setattr(importlib.import_module("paraxis.solver.search")._Search, method, broken)
+    monkeypatch.setattr(SEARCH._Search, method, broken)
     caught = 0
     for seed in range(8):
         program = random_graph(seed)
