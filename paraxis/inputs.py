@@ -39,8 +39,8 @@ def _dummy(model: nn.Module, device: torch.device, objective: str | None) -> dic
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
         batch, length = SIZES[objective]
         rows = batch * (getattr(config, "num_codebooks", None) or 1)  # audio models take a row per codebook
-        length = min(length, getattr(config, "max_position_embeddings", None) or length)
-        ids = torch.ones(rows, length, dtype=torch.int64, device=device)
+        longest = getattr(config, "max_position_embeddings", None) or 0  # negative where there is no limit
+        ids = torch.ones(rows, min(length, longest) if longest > 0 else length, dtype=torch.int64, device=device)
         inputs = {"input_ids": ids}
         if getattr(config, "is_encoder_decoder", False):
             inputs["decoder_input_ids"] = ids
