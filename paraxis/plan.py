@@ -48,6 +48,57 @@ class CollectivePlan:
     reason: str = ""
 
 
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest rank.
+
+    Attributes:
+        parameters: The rank's part of all parameters.
+        buffers: What every rank holds whole.
+        cache: Keys, values and states that a generation of ``batch`` sequences keeps after ``context`` tokens; None
+            where the model does not run on the meta device, or keeps nothing that it returns.
+        gradients: Of what is trained.
+        optimizer: The state of AdamW, in the parameters' dtype.
+        batch, context: What the cache is for.
+    """
+
+    parameters: int
+    buffers: int
+    cache: int | None = None
+    gradients: int = 0
+    optimizer: int = 0
+    batch: int = 1
+    context: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it. Activations are not in it."""
+        return self.parameters + self.buffers + (self.cache or 0) + self.gradients + self.optimizer
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "total": self.total}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Memory:
+        return cls(**{name: value for name, value in data.items() if name != "total"})
+
+    def __str__(self) -> str:
+        parts = [f"parameters {_short(self.parameters)}", f"buffers {_short(self.buffers)}"]
+        if self.cache is not None:
+            parts.append(f"cache {_short(self.cache)} ({self.batch} × {self.context} tokens)")
+        if self.gradients:
+            parts += [f"gradients {_short(self.gradients)}", f"AdamW {_short(self.optimizer)}"]
+        return f"{_short(self.total)} per rank without activations: {', '.join(parts)}"
+
+
+def _short(size: float) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} {unit}"
+        size /= 1000
+    raise AssertionError
+
+
 @dataclass
 class Plan:
     """The solved plan of a model.
@@ -68,6 +119,7 @@ class Plan:
         seconds: The time alone.
         communication: The part of it that is spent on collectives.
         optimal: Whether the search was exhaustive.
+        memory: What it takes of a rank's memory; known where it was made by :func:`paraxis.plan_model`.
         timings: Seconds that :func:`paraxis.plan_model` took, by stage. Not part of what is compared or saved.
     """
 
@@ -83,6 +135,7 @@ class Plan:
     seconds: float = 0.0
     communication: float = 0.0
     optimal: bool = True
+    memory: Memory | None = field(default=None, compare=False)
     timings: dict[str, float] = field(default_factory=dict, compare=False)
 
     @property
@@ -136,6 +189,7 @@ class Plan:
             "seconds": self.seconds,
             "communication": self.communication,
             "optimal": self.optimal,
+            "memory": None if self.memory is None else self.memory.to_json(),
         }
 
     @classmethod
@@ -160,6 +214,7 @@ class Plan:
             seconds=data.get("seconds", 0.0),
             communication=data.get("communication", 0.0),
             optimal=data["optimal"],
+            memory=Memory.from_json(data["memory"]) if data.get("memory") else None,
         )
 
     def save(self, path: str) -> None:

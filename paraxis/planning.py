@@ -17,7 +17,8 @@ from .capture.blocks import Repeated, find_repeated, only_first
 from .capture.trace import no_collection
 from .compile import CompiledCall, plan_in_pieces, run_pipeline
 from .core import Config, ParallelExecutionCtx
-from .inputs import example_call
+from .inputs import SIZES, example_call
+from .memory import Kinds, kept_tensors, memory_of
 from .meta import tied_names
 from .passes import InitializeOrLoadWeightsPass, PassPipeline, build_parallel_pass_pipeline
 from .passes.alike import copies, own, spread
@@ -29,6 +30,8 @@ from .weights.agree import exchange, together
 from .weights.materialize import materialize_parameters
 
 Graph = tuple[Any, list[Any]]
+CONTEXT = 2048
+"""Tokens that the memory of a cache is given for unless asked otherwise."""
 
 
 def make_plan(
@@ -123,17 +126,38 @@ def _whole_model(
 # -- without ranks, weights or devices ---------------------------------------------------------------------------
 
 
-def plan_model(model: str | os.PathLike[str] | Any, tp_size: int, *, torch_dtype: Any = None, **kwargs: Any) -> Plan:
+def plan_model(
+    model: str | os.PathLike[str] | Any,
+    tp_size: int,
+    *,
+    torch_dtype: Any = None,
+    batch: int = 1,
+    context: int | None = None,
+    train: bool = False,
+    **kwargs: Any,
+) -> Plan:
     """The plan of a model over ``tp_size`` ranks, without any: no weights, no process group, no GPU.
 
     Args:
         model: A Hub id, a directory with a ``config.json``, a transformers configuration, or a module.
         tp_size: The number of ranks.
         torch_dtype: Dtype of the parameters; by default what the config says.
+        batch, context: Sequences and tokens that the memory of a cache is given for; by default 2048 tokens, or as
+            many as the model takes.
+        train: Whether the memory is that of training.
         kwargs: As for :func:`paraxis.parallelize_model`.
     """
-    with imagined(model, tp_size, torch_dtype, kwargs) as planned:
+    with imagined(model, tp_size, torch_dtype, kwargs, Sizes(batch, context, train)) as planned:
         return planned.plan
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the memory of a plan is given for."""
+
+    batch: int = 1
+    context: int | None = None
+    train: bool = False
 
 
 @dataclass
@@ -148,8 +172,13 @@ class Planned:
 
 
 @contextmanager
-def imagined(model: Any, tp_size: int, torch_dtype: Any, kwargs: dict[str, Any]) -> Iterator[Planned]:
-    """Plan a model over ranks that do not exist; they are there as long as the context is open."""
+def imagined(
+    model: Any, tp_size: int, torch_dtype: Any, kwargs: dict[str, Any], sizes: Sizes | None = None
+) -> Iterator[Planned]:
+    """Plan a model over ranks that do not exist; they are there as long as the context is open.
+
+    With ``sizes`` the plan says what memory it takes.
+    """
     from . import api
 
     config, kwargs = api.split_config(kwargs)
@@ -159,11 +188,29 @@ def imagined(model: Any, tp_size: int, torch_dtype: Any, kwargs: dict[str, Any])
         if not isinstance(model, nn.Module):
             with ctx.timed("build"):
                 model = api.build_on_meta(model, torch_dtype, kwargs)
+        kinds, sizes = _kept(model, examples, sizes, config) if sizes is not None else (None, None)
         parallelized = api.attach(model, ctx, None)
         solved, repeated = make_plan(CompiledCall(parallelized, ctx, config), ctx, config, examples, load=False)
         assert ctx.plan is not None and solved is not None
         ctx.plan.timings = dict(ctx.timings)
+        if sizes is not None:
+            ctx.plan.memory = memory_of(
+                ctx.plan, ctx.param_cache, parallelized, solved, kinds, sizes.train, sizes.batch, sizes.context or 0
+            )
         yield Planned(ctx.plan, ctx, config, solved, repeated)
+
+
+def _kept(model: nn.Module, examples: Any, sizes: Sizes, config: Config) -> tuple[Kinds | None, Sizes]:
+    """What the model keeps between calls, and for which sizes."""
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
+    context = sizes.context if sizes.context is not None else min(CONTEXT, longest if longest > 0 else CONTEXT)
+    try:
+        _, inputs = example_call(model, examples, torch.device("cpu"), config.objective)
+    except ValueError:  # without inputs there is no plan either, which is said elsewhere
+        return None, replace(sizes, context=context)
+    ids = inputs.get("input_ids")
+    each = len(ids) // SIZES[config.objective][0] if examples is None and ids is not None else 1
+    return kept_tensors(model, inputs, sizes.batch * each, context), replace(sizes, context=context)
 
 
 @contextmanager

@@ -86,6 +86,8 @@ def test_calibrate(tmp_path: Path) -> None:
         (["plan", "{broken}"], "config.json"),
         (["plan", "no-one/has-this-model"], "no-one/has-this-model"),
         (["plan", "{folder}", "--machine", "abacus"], "machine='abacus' is neither a preset"),
+        (["plan", "{folder}", "--tp", "auto"], "--tp auto needs --gpu"),
+        (["plan", "{folder}", "--tp", "auto", "--gpu", "abacus"], "say its size, as in 'abacus-80GB'"),
         (["plan", "{folder}", "--objective", "fun"], "objective='fun' is not known"),
         (["plan", "{folder}", "-c", "lm_head"], "is not of the form PATTERN=WISH"),
         (["plan", "{folder}", "-c", "lm_haed=row"], "no parameter or module has such a name. Did you mean 'lm_head'"),
@@ -109,6 +111,17 @@ def test_errors_are_one_paragraph(args: list[str], text: str, folder: str, tmp_p
     assert len(found.stderr.strip().splitlines()) == 1
 
 
+def test_as_few_ranks_as_fit(folder: str) -> None:
+    """A rank of two has to fit, one alone must not."""
+    whole = json.loads(call("plan", folder, "--tp", "1", "--json").stdout)["memory"]["total"]
+    found = call("plan", folder, "--tp", "auto", "--gpu", f"toy-{whole / 0.9 * 0.8 / 1e9:.9f}GB", "--json")
+    data = json.loads(found.stdout)
+    assert data["world_size"] == 2 and data["memory"]["total"] < 0.8 * whole
+    never = call("plan", folder, "--tp", "auto", "--gpu", "toy-0.000000001GB")
+    assert never.exit_code == 1 and "no number of ranks up to" in never.stderr
+
+
 def test_bad_numbers_of_ranks(folder: str) -> None:
     assert call("plan", folder, "--tp", "0").exit_code == 2
+    assert call("plan", folder, "--tp", "many").exit_code == 2
     assert call("calibrate", "--tp", "1").exit_code == 2

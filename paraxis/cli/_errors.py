@@ -19,7 +19,7 @@ def told(debug: bool) -> Iterator[None]:
     """Say what went wrong in one paragraph and exit."""
     try:
         yield
-    except (typer.Exit, typer.Abort):
+    except (typer.Exit, typer.Abort, typer.BadParameter):
         raise
     except KeyboardInterrupt:
         _say("interrupted")

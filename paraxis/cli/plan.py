@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from paraxis.cli._errors import Debug, told
+from paraxis.cli._fitting import bytes_of, fewest
 from paraxis.cli._launch import console
 from paraxis.cli._planning import (
     ConstraintOption,
@@ -17,7 +18,6 @@ from paraxis.cli._planning import (
     MemoryOption,
     Model,
     ObjectiveOption,
-    Ranks,
     check_model,
     planning_options,
     quiet,
@@ -26,26 +26,39 @@ from paraxis.cli._planning import (
 
 def command(
     model: Model,
-    tp: Ranks = 2,
+    tp: Annotated[str, typer.Option("--tp", help="Number of ranks, or 'auto' for the fewest that fit.")] = "2",
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="For --tp auto: the GPU, as in H100, A100-40GB or 24GB.")
+    ] = None,
     machine: MachineOption = None,
     objective: ObjectiveOption = None,
     constraint: ConstraintOption = None,
     memory_limit: MemoryOption = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, for the memory of the cache.")] = 1,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of each, for the memory of the cache.")] = None,
+    train: Annotated[bool, typer.Option("--train", help="Count the memory of gradients and AdamW.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the plan to a file, for `diff`.")] = None,
     as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
     """Show how a model would be split, without weights, ranks or a GPU.
 
-    Example: paraxis plan org/model --tp 8 --machine h100
+    Examples: paraxis plan org/model --tp 8 --machine h100
+
+    paraxis plan org/model --tp auto --gpu H100-80GB --batch 8 --context 8192
     """
     with told(debug):
         check_model(model)
         options = planning_options(machine, objective, constraint, memory_limit)
-        from paraxis import plan_model
+        count = ranks_of(tp, gpu)
+        from paraxis import Plan, plan_model
 
         quiet()
-        plan = plan_model(model, tp, **options)
+
+        def planned(ranks: int) -> Plan:
+            return plan_model(model, ranks, batch=batch, context=context, train=train, **options)
+
+        plan = planned(count) if count is not None else fewest(str(gpu), planned)
         if save is not None:
             plan.save(str(save))
         if as_json:
@@ -53,9 +66,23 @@ def command(
             return
         out = console()
         out.print(plan.table())
+        if plan.memory is not None:
+            out.print(f"Memory: {plan.memory}.")
         share = plan.communication / plan.seconds if plan.seconds else 0.0
         out.print(
             f"Estimated {plan.seconds * 1e3:.3f} ms per pass, {share:.0%} of it collectives; "
             f"{'the cheapest plan there is' if plan.optimal else 'not proven to be the cheapest plan'}. "
             f"Planned in {sum(plan.timings.values()):.1f} s."
         )
+
+
+def ranks_of(text: str, gpu: str | None) -> int | None:
+    """The number of ranks that is asked for; None for as few as fit on the GPU."""
+    if text == "auto":
+        if gpu is None:
+            raise ValueError("--tp auto needs --gpu: what a rank has to fit on, as in H100 or A100-40GB")
+        bytes_of(gpu)
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise typer.BadParameter(f"{text!r} is neither a number of ranks nor 'auto'", param_hint="--tp")
+    return int(text)

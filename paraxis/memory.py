@@ -1,0 +1,169 @@
+"""What a plan takes of a rank's memory: parameters, buffers, the cache of a generation, and what training adds.
+
+How large a cache gets is the model's business: some layers keep every position, some a window, some a state. So the
+unsharded model is run without memory, on the meta device, and what it keeps is measured; the plan says which part of
+that a rank holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from .capture import whole_op
+from .placement import Placement, local_shape
+from .plan import Memory, Plan
+
+if TYPE_CHECKING:
+    from .passes.solve import Solved
+
+Kept = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor of a cache."""
+ADAM = 2
+"""Values that AdamW keeps for every trained one."""
+DEEPEST = 12
+"""How far into the objects of a cache tensors are looked for."""
+
+
+@dataclass
+class Kinds:
+    """The tensors that a model keeps between calls: as planned, and as they are for the sizes asked for."""
+
+    planned: list[Kept]
+    asked: list[Kept]
+
+
+def kept_tensors(model: nn.Module, planned: dict[str, Any], rows: int, context: int) -> Kinds | None:
+    """What a model keeps after a call with the inputs it is planned with, and after one of ``rows`` and ``context``.
+
+    None where it cannot be run without memory, or keeps nothing.
+    """
+    ids = planned.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return None
+
+    def other(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != ids.shape[0]:
+            return value
+        if name.endswith("input_ids") or value.shape == ids.shape:
+            return torch.ones(rows, context, dtype=value.dtype)
+        return value[:1].expand(rows, *value.shape[1:])
+
+    try:
+        with _experts_at_once(model):
+            found = Kinds(_kept(model, planned), _kept(model, {k: other(k, v) for k, v in planned.items()}))
+    except Exception:  # it looks at values, or makes tensors elsewhere
+        return None
+    return found if found.planned and len(found.planned) == len(found.asked) else None
+
+
+@contextmanager
+def _experts_at_once(model: nn.Module) -> Iterator[None]:
+    """Run experts in a way that does not look at which are chosen, and takes any dtype without memory."""
+    name, found = "_experts_implementation", {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(getattr(config, name, None), str):
+            found[id(config)] = (config, getattr(config, name))
+    try:
+        for config, _ in found.values():
+            setattr(config, name, "batched_mm")
+        yield
+    finally:
+        for config, before in found.values():
+            setattr(config, name, before)
+
+
+def _kept(model: nn.Module, inputs: dict[str, Any]) -> list[Kept]:
+    state = {n: t.detach().to("meta") for n, t in (*model.named_parameters(), *model.named_buffers())}
+    given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with torch.no_grad():
+        output = functional_call(model, state, kwargs=given)
+    return [(tuple(t.shape), t.dtype) for t in _held(output)]
+
+
+def _held(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an output holds beyond plain containers: those stay sharded, and the next call reads them."""
+    seen: set[int] = set()
+
+    def inside(value: Any, depth: int) -> Iterator[torch.Tensor]:
+        if id(value) in seen or depth > DEEPEST:
+            return
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, dict):
+            for item in value.values():
+                yield from inside(item, depth + 1)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                yield from inside(item, depth + 1)
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+            yield from inside(vars(value), depth + 1)
+
+    if isinstance(output, (list, tuple, dict)):
+        for item in output.values() if isinstance(output, dict) else output:
+            if not isinstance(item, (torch.Tensor, str)):
+                yield from _held(item) if type(item) in (list, tuple, dict) else inside(item, 0)
+
+
+def memory_of(
+    plan: Plan,
+    parameters: dict[str, Any],
+    model: nn.Module,
+    solved: Solved,
+    kinds: Kinds | None,
+    train: bool,
+    batch: int,
+    context: int,
+) -> Memory:
+    """The memory of the fullest rank under a plan."""
+    ranks = range(plan.world_size)
+    sizes = {name: parameters[name].dtype.itemsize for name in plan.parameters}
+    held = max(
+        sum(prod(local_shape(p.placement, p.global_shape, rank)) * sizes[n] for n, p in plan.parameters.items())
+        for rank in ranks
+    )
+    trained = max(
+        sum(
+            prod(local_shape(p.placement, p.global_shape, rank)) * sizes[n]
+            for n, p in plan.parameters.items()
+            if parameters[n].requires_grad
+        )
+        for rank in ranks
+    )
+    return Memory(
+        parameters=held,
+        buffers=sum(b.numel() * b.dtype.itemsize for b in model.buffers()),
+        cache=None if kinds is None else max(_cache_bytes(kinds, places(solved), rank) for rank in ranks),
+        gradients=trained if train else 0,
+        optimizer=ADAM * trained if train else 0,
+        batch=batch,
+        context=context,
+    )
+
+
+def places(solved: Solved) -> dict[Kept, Placement]:
+    """Where the tensors that a program keeps are, by their shape and dtype."""
+    returned = [v for step in solved.program.steps if step.call is None for v in step.inputs]
+    found: dict[Kept, Placement] = {}
+    for value, placement in zip(returned, solved.solution.results, strict=True):
+        tensor = value.node.meta.get("val")
+        if value.node.target is not whole_op and isinstance(tensor, torch.Tensor):
+            found[tuple(tensor.shape), tensor.dtype] = placement
+    return found
+
+
+def _cache_bytes(kinds: Kinds, where: dict[Kept, Placement], rank: int) -> int:
+    total = 0
+    for planned, (shape, dtype) in zip(kinds.planned, kinds.asked, strict=True):
+        placement = where.get(planned)
+        total += prod(local_shape(placement, shape, rank) if placement is not None else shape) * dtype.itemsize
+    return total
