@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,9 @@ def test_help_needs_no_torch() -> None:
     code = "import sys, paraxis.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
     text = call("--help").output
-    assert all(name in text for name in ("plan", "explain", "diff", "calibrate", "demo"))
+    assert all(
+        name in text for name in ("plan", "explain", "diff", "verify", "generate", "doctor", "calibrate", "demo")
+    )
 
 
 def test_plan_and_diff(folder: str, tmp_path: Path) -> None:
@@ -125,3 +130,105 @@ def test_bad_numbers_of_ranks(folder: str) -> None:
     assert call("plan", folder, "--tp", "0").exit_code == 2
     assert call("plan", folder, "--tp", "many").exit_code == 2
     assert call("calibrate", "--tp", "1").exit_code == 2
+
+
+def test_verify(folder: str, tmp_path: Path) -> None:
+    """From a configuration alone: random weights, one layer."""
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text(Path(folder, "config.json").read_text())
+    found = call("verify", str(config), "--tp", "2", "--layers", "1", "--train", "--generate", "--json")
+    data = json.loads(found.stdout)
+    assert found.exit_code == 0 and data["agreed"] and data["weights"] == "random weights, 1 layers"
+    assert data["world_size"] == len(data["checks"]) == 2 and data["sharded_fraction"] < 0.55
+    names = [check["name"] for check in data["checks"][0]]
+    assert names == ["logits (max abs)", "loss (abs)", "gradients (relative)", "tokens (differing)"]
+
+
+def test_what_differs_is_seen() -> None:
+    from paraxis.cli._checks import Outputs, checks_table, compare
+
+    def made(shift: float, token: int) -> Outputs:
+        ones = torch.ones(2, 3)
+        return Outputs({"logits": ones + shift}, ones.sum() + shift, {"w": ones, "b": None}, torch.tensor([[token]]))
+
+    same = compare(made(0.0, 1), made(0.0, 1))
+    assert all(check.passed for check in same)
+    other = compare(made(1e-3, 2), made(0.0, 1))
+    assert [check.passed for check in other] == [False, False, True, False]
+    assert not compare(Outputs(), made(0.0, 1))[0].passed, "nothing is not the same as something"
+    missing = made(0.0, 1)
+    missing.gradients = {"w": None, "b": None}
+    assert not compare(missing, made(0.0, 1))[2].passed
+    missing.gradients = {"w": torch.full((2, 3), float("nan")), "b": None}
+    assert not compare(missing, made(0.0, 1))[2].passed
+    assert checks_table([same, other]).row_count == 4
+
+
+def save_tokenizer(folder: str) -> None:
+    """One word per token, as many as the vocabulary has."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    size = json.loads(Path(folder, "config.json").read_text())["vocab_size"]
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+
+
+def test_generate(folder: str, tmp_path: Path) -> None:
+    """The text is that of the unsharded model; without a tokenizer the error is a line."""
+    import shutil
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    place = str(shutil.copytree(folder, tmp_path / "model"))
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place)).save_pretrained(place)
+    bare = call("generate", place, "--prompt", "w3 w5")
+    assert bare.exit_code == 1 and "Traceback" not in bare.stderr and len(bare.stderr.strip().splitlines()) == 1
+    save_tokenizer(place)
+    found = call("generate", place, "--prompt", "w3 w5 w7", "--max-new-tokens", "5", "--no-stream")
+    expected = AutoModelForCausalLM.from_pretrained(place).generate(
+        torch.tensor([[3, 5, 7]]), max_new_tokens=5, do_sample=False
+    )
+    assert found.exit_code == 0
+    assert found.stdout.split() == [f"w{token}" for token in expected[0, 3:].tolist()]
+    assert call("generate", place, "--prompt", "").exit_code == 1
+
+
+def test_doctor() -> None:
+    found = call("doctor", "--json")
+    data = {finding["what"]: finding for finding in json.loads(found.stdout)}
+    assert found.exit_code == 0
+    assert data["torch"]["found"] == torch.__version__ and data["two ranks"]["found"].endswith("added up to 3")
+    assert all(finding["verdict"] != "bad" for finding in data.values())
+
+
+def test_an_interrupted_command_leaves_nothing_behind(folder: str) -> None:
+    """Ctrl-C reaches all processes of a terminal: one line, the exit code of shells, no rank left."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", "from paraxis.cli import main; main()", "verify", folder, "--tp", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 60
+    while len(children := _children(started.pid)) < 2 and started.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(children) >= 2
+    os.killpg(started.pid, signal.SIGINT)
+    _, text = started.communicate(timeout=60)
+    assert started.returncode == 130
+    assert text.strip().splitlines()[-1] == "paraxis: interrupted" and "Traceback" not in text
+    assert not any(os.path.exists(f"/proc/{child}") for child in children)
+
+
+def _children(pid: int) -> list[int]:
+    """The ranks: processes that a launcher has started."""
+    try:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(x) for x in found if b"spawn_main" in Path(f"/proc/{x}/cmdline").read_bytes()]
+    except OSError:
+        return []

@@ -12,12 +12,15 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli import calibrate, demo, diff, explain, plan
+from paraxis.cli import calibrate, demo, diff, doctor, explain, generate, plan, verify
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.command,
     "explain": explain.command,
     "diff": diff.command,
+    "verify": verify.command,
+    "generate": generate.command,
+    "doctor": doctor.command,
     "calibrate": calibrate.command,
     "demo": demo.command,
 }

@@ -27,7 +27,7 @@ def told(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = " ".join(str(getattr(error, "reason", error)).split()) or type(error).__name__
         _say(text if len(text) < 1200 else f"{text[:1200]} ... (`--debug` shows all of it)")
         raise typer.Exit(FAILED) from None
 

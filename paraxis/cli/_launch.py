@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from multiprocessing import resource_tracker
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +20,8 @@ WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
+    # Ranks that are ended leave semaphores to the process that looks after such things, which says so.
+    "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"])),
 }
 
 # They repeat a rank's traceback line by line, each with a prefix; `RankFailed` says it once.
@@ -29,6 +35,13 @@ CHATTY_LOGGERS = (
 class RankFailed(RuntimeError):
     """A rank raised, or its process died. The message names the rank and holds its traceback."""
 
+    @property
+    def reason(self) -> str:
+        """Who failed and of what, without the way there."""
+        who, *lines = str(self).splitlines()
+        starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(:|$)", line)]
+        return " ".join([who, *lines[starts[-1] :]]) if starts else str(self)
+
 
 def console() -> Console:
     """A console as wide as the terminal, or wide enough for tables where the output goes to a file."""
@@ -39,13 +52,24 @@ def launch(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Runs the module-level function `fn(*args)` in `world_size` processes and returns their results by rank.
 
     The processes are started by torch's elastic launcher, with the environment that `init_process_group`
-    reads, and meet over loopback. When one fails, the others are ended and `RankFailed` is raised.
+    reads, and meet over loopback. When one fails, the others are ended and `RankFailed` is raised. A command that was
+    itself started by the launcher (`torchrun`) is one of the ranks: it runs `fn` and has its own result alone.
     """
+    if launched():
+        found = int(os.environ["WORLD_SIZE"])
+        if found != world_size:
+            raise ValueError(f"--tp {world_size}, but the launcher has started {found} ranks: make them the same")
+        return [fn(*args)]
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     for name in CHATTY_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    chosen: dict[str, Any] = {}
+    if "signals_to_handle" in LaunchConfig.__dataclass_fields__:
+        chosen["signals_to_handle"] = "SIGTERM,SIGHUP,SIGQUIT"  # an interrupt becomes the first of them
+    quietly = _interrupts_for_this_process_alone() if chosen else nullcontext()
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -55,14 +79,35 @@ def launch(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         local_addr="localhost",
         max_restarts=0,
         start_method="spawn",
+        **chosen,
     )
-    with _environment(WORKER_ENVIRONMENT):
+    with _environment(WORKER_ENVIRONMENT), quietly:
         try:
-            results = elastic_launch(config, fn)(*args)
+            results = elastic_launch(config, _run)(fn, *args)
+        except SignalException as interruption:
+            raise KeyboardInterrupt from interruption
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise RankFailed(f"rank {rank} failed:\n{_describe(failure)}") from None
     return [results[rank] for rank in range(world_size)]
+
+
+def _run(fn: Callable[..., Any], *args: Any) -> Any:
+    """What a rank runs: `fn`, with interrupts ending it from here on, as they do when its launcher dies."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return fn(*args)
+
+
+def launched() -> bool:
+    """Whether this process is one of several that torch's launcher has started."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_first() -> bool:
+    """Whether this process is the one that speaks for all ranks."""
+    return not launched() or os.environ.get("RANK") == "0"
 
 
 def _describe(failure: Any) -> str:
@@ -72,6 +117,29 @@ def _describe(failure: Any) -> str:
         died = f"its process ended with exit code {failure.exitcode} and no traceback"
         return message if failure.exitcode < 0 else died
     return message.get("extraInfo", {}).get("py_callstack") or str(message.get("message", message))
+
+
+@contextmanager
+def _interrupts_for_this_process_alone() -> Iterator[None]:
+    """Ctrl-C goes to all processes of a terminal, and every rank would show where it was; this one ends them anyway.
+
+    Processes that are started meanwhile begin with the signal blocked, as this thread has it. It still reaches this
+    process, by way of a thread that does not block it, and becomes the signal on which the launcher ends the ranks.
+    """
+    if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    resource_tracker.ensure_running()  # starting it with the first process would unblock the signal
+    done = threading.Event()
+    threading.Thread(target=done.wait, daemon=True).start()
+    handler = signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.signal(signal.SIGINT, handler)
+        done.set()
 
 
 @contextmanager

@@ -59,3 +59,6 @@ def quiet() -> None:
 
     warnings.simplefilter("ignore")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()

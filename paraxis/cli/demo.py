@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from paraxis.cli._checks import Check, all_agree, checks_table, compare, outputs
 from paraxis.cli._launch import RankFailed, console, launch
 
 if TYPE_CHECKING:
@@ -28,35 +29,7 @@ SEED = 0
 BATCH, LENGTH = 2, 32  # of the tokens that are compared
 PROMPT, NEW_TOKENS = 8, 12
 
-LOGITS_LIMIT = 1e-4  # largest absolute difference
-LOSS_LIMIT = 1e-5
-GRADIENT_LIMIT = 1e-3  # norm of the difference, relative to the norm of the gradient
-
 MB = 1e6
-
-
-@dataclass(frozen=True)
-class Check:
-    """One comparison with the unsharded model: how far off it is, and how far off it may be."""
-
-    name: str
-    error: float
-    limit: float
-    detail: str = ""
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.limit  # False for NaN, too
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """All that is compared, as whole tensors."""
-
-    logits: Tensor
-    loss: Tensor
-    gradients: dict[str, Tensor | None]
-    tokens: Tensor
 
 
 @dataclass
@@ -90,7 +63,7 @@ def command(
         except RankFailed as error:
             out.print(str(error), style="red", markup=False, highlight=False)
             raise typer.Exit(1) from None
-    out.print(checks_table(reports))
+    out.print(checks_table([report.checks for report in reports]))
     out.print(ranks_table(reports))
     if not all(report.agreed for report in reports):
         out.print("The parallel model differs from the original.", style="bold red")
@@ -158,9 +131,11 @@ def run_rank(directory: str) -> RankReport:
         forward_ms=forward_ms,
         peak_mb=peak_memory() / MB,  # before anything is gathered, and before the unsharded model is there
     )
-    ours = outputs(model, tokens)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    ours = outputs(model, inputs, train=True, generate=PROMPT, new_tokens=NEW_TOKENS)
     logging.disable_progress_bar()
-    theirs = outputs(AutoModelForCausalLM.from_pretrained(directory), tokens)
+    unsharded = AutoModelForCausalLM.from_pretrained(directory)
+    theirs = outputs(unsharded, inputs, train=True, generate=PROMPT, new_tokens=NEW_TOKENS)
     report.checks = compare(ours, theirs)
     report.agreed = all_agree(all(check.passed for check in report.checks))
     dist.destroy_process_group()
@@ -187,77 +162,6 @@ def time_forward(model: nn.Module, tokens: Tensor, repeats: int = 5) -> float:
             model(input_ids=tokens)
             times.append(time.perf_counter() - start)
     return 1e3 * statistics.median(times)
-
-
-def outputs(model: Any, tokens: Tensor) -> Outputs:
-    """Uses the model as any user would, sharded or not: a forward pass, a backward pass, a generation."""
-    import torch
-
-    with torch.no_grad():
-        logits = whole(model(input_ids=tokens).logits)
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    gradients = {
-        name: None if parameter.grad is None else whole(parameter.grad) for name, parameter in model.named_parameters()
-    }
-    prompt = tokens[:, :PROMPT]
-    generated = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False
-    )
-    return Outputs(logits, whole(loss.detach()), gradients, generated)
-
-
-def whole(tensor: Any) -> Tensor:
-    """The full tensor of a sharded one, and a plain one as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def compare(ours: Outputs, theirs: Outputs) -> list[Check]:
-    """The checks of the demo, the parallel model's outputs against the unsharded one's."""
-    return [
-        Check("logits (max abs)", difference(ours.logits, theirs.logits), LOGITS_LIMIT),
-        Check("loss (abs)", difference(ours.loss, theirs.loss), LOSS_LIMIT),
-        compare_gradients(ours.gradients, theirs.gradients),
-        compare_tokens(ours.tokens, theirs.tokens),
-    ]
-
-
-def compare_tokens(ours: Tensor, theirs: Tensor) -> Check:
-    """How many generated tokens differ: none may."""
-    differing = (ours != theirs).sum().item() if ours.shape == theirs.shape else float("inf")
-    return Check("tokens (differing)", differing, 0, f"{NEW_TOKENS} new tokens for each of {BATCH} prompts")
-
-
-def difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest absolute difference; infinite where the shapes differ."""
-    if ours.shape != theirs.shape:
-        return float("inf")
-    return (ours - theirs).abs().max().item()
-
-
-def compare_gradients(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> Check:
-    """The worst relative error over all parameters, and whose it is."""
-    errors = {name: relative_error(ours.get(name), theirs.get(name)) for name in sorted({*ours, *theirs})}
-    # NaN compares with nothing, so it has to be looked for.
-    worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
-    return Check("gradients (relative)", errors[worst], GRADIENT_LIMIT, f"worst of {len(errors)}: {worst}")
-
-
-def relative_error(ours: Tensor | None, theirs: Tensor | None) -> float:
-    """The norm of the difference over the norm of the reference; infinite where one of them is missing."""
-    if ours is None or theirs is None or ours.shape != theirs.shape:
-        return 0.0 if ours is theirs else float("inf")
-    return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
-
-
-def all_agree(passed: bool) -> bool:
-    """Whether every rank has passed, known to every rank."""
-    import torch
-    import torch.distributed as dist
-
-    flag = torch.tensor(int(passed))
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag.item())
 
 
 def parameter_bytes(model: nn.Module, local: bool) -> int:
@@ -291,17 +195,6 @@ def show_plan(plan: Plan) -> None:
     console().print(plan.table())
     vectors = [name for name, _ in plan.replicated if len(plan.parameters[name].global_shape) < 2]
     console().print(f"Whole on every rank: {len(vectors)} vectors (the weights of norms).")
-
-
-def checks_table(reports: list[RankReport]) -> Table:
-    """Each check with its worst result over the ranks."""
-    table = Table("check", "error (worst rank)", "limit", "result", "", title="Against the unsharded model")
-    for checks in zip(*(report.checks for report in reports)):
-        failed = [check for check in checks if not check.passed]
-        worst = failed[0] if failed else max(checks, key=lambda check: check.error)
-        verdict = "[red]differs[/red]" if failed else "[green]same[/green]"
-        table.add_row(worst.name, f"{worst.error:.3g}", f"{worst.limit:g}", verdict, worst.detail)
-    return table
 
 
 def ranks_table(reports: list[RankReport]) -> Table:
