@@ -15,8 +15,8 @@ from torch import nn
 
 from .core import ParallelExecutionCtx
 from .distributed.collectives import broadcast
-from .distributed.redistribute import gather_box
 from .sharded import ShardedTensor
+from .weights.save import save_checkpoint
 
 
 def dress(model: Any, ctx: ParallelExecutionCtx) -> None:
@@ -73,32 +73,23 @@ def _agreeing(generate: Callable[..., Any], ctx: ParallelExecutionCtx) -> Callab
 
 
 def _saver(model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
-    """An ordinary checkpoint, written by the first rank from the gathered weights. A collective."""
+    """``save_pretrained`` from all ranks. A collective."""
 
-    def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        state = kwargs.pop("state_dict", None)
-        if state is None:
-            gathered: dict[int, torch.Tensor] = {}
-            state = {}
-            value: Any
-            for name, value in [*model.named_parameters(remove_duplicate=False), *_persistent_buffers(model)]:
-                if isinstance(value, ShardedTensor):
-                    if id(value) not in gathered:
-                        whole = gather_box(value._local, value.placement, value.shape, ctx.tp_group)
-                        gathered[id(value)] = whole.cpu() if ctx.rank == 0 else whole.new_empty(0)
-                    value = gathered[id(value)]
-                state[name] = value
-        if ctx.rank == 0:
-            type(model).save_pretrained(model, save_directory, *args, state_dict=state, **kwargs)  # type: ignore[attr-defined]
-        dist.barrier(ctx.tp_group)
+    def save_pretrained(save_directory: Any, **kwargs: Any) -> None:
+        if kwargs.get("state_dict") is not None:  # somebody has gathered what is to be saved
+            if ctx.rank == 0:
+                type(model).save_pretrained(model, save_directory, **kwargs)  # type: ignore[attr-defined]
+            dist.barrier(ctx.tp_group)
+            return
+        plain = {k: kwargs.pop(k) for k in ("max_shard_size", "save_original_format") if k in kwargs}
+        for name in ("is_main_process", "safe_serialization"):  # the first rank writes, and safetensors only
+            kwargs.pop(name, None)
+        refused = [name for name, value in kwargs.items() if value not in (None, False)]
+        if refused:
+            raise ValueError(
+                f"a parallel model saves itself without {', '.join(refused)}: save it to a directory, and load that "
+                "with plain transformers for anything else"
+            )
+        save_checkpoint(model, ctx, save_directory, **plain)
 
     return save_pretrained
-
-
-def _persistent_buffers(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    found = []
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found.append((f"{prefix}.{name}" if prefix else name, buffer))
-    return found

@@ -173,7 +173,7 @@ class Planned:
 
 @contextmanager
 def imagined(
-    model: Any, tp_size: int, torch_dtype: Any, kwargs: dict[str, Any], sizes: Sizes | None = None
+    model: Any, tp_size: int, torch_dtype: Any, kwargs: dict[str, Any], sizes: Sizes | None = None, rank: int = 0
 ) -> Iterator[Planned]:
     """Plan a model over ranks that do not exist; they are there as long as the context is open.
 
@@ -183,7 +183,7 @@ def imagined(
 
     config, kwargs = api.split_config(kwargs)
     examples = kwargs.pop("example_inputs", None)
-    with imagined_group(tp_size) as group:
+    with imagined_group(tp_size, rank) as group:
         ctx = ParallelExecutionCtx(tp_group=group, current_device=torch.device("cpu"))
         if not isinstance(model, nn.Module):
             with ctx.timed("build"):
@@ -214,8 +214,8 @@ def _kept(model: nn.Module, examples: Any, sizes: Sizes, config: Config) -> tupl
 
 
 @contextmanager
-def imagined_group(size: int) -> Iterator[dist.ProcessGroup]:
-    """A process group of which only this process exists."""
+def imagined_group(size: int, rank: int = 0) -> Iterator[dist.ProcessGroup]:
+    """A process group of which only this process exists, as one of its ranks."""
     if dist.is_initialized():
         raise RuntimeError(
             "plan_model imagines ranks of its own, but torch.distributed is initialized: call it before "
@@ -223,7 +223,7 @@ def imagined_group(size: int) -> Iterator[dist.ProcessGroup]:
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
     try:
         assert dist.group.WORLD is not None
         yield dist.group.WORLD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import signal
@@ -98,6 +99,7 @@ def test_calibrate(tmp_path: Path) -> None:
         (["plan", "{folder}", "-c", "lm_haed=row"], "no parameter or module has such a name. Did you mean 'lm_head'"),
         (["plan", "{folder}", "--memory-limit", "0.000001"], "memory_limit=1000 (1000 bytes) cannot hold"),
         (["explain", "{folder}", "lm_haed"], "is neither a parameter nor a module"),
+        (["code", "{folder}", "--rank", "2"], "of 2 ranks the last is 1"),
         (["diff", "{file}", "{file}"], "is not a plan"),
         (["diff", "{empty}/a.json", "{file}"], "No such file"),
     ],
@@ -114,6 +116,19 @@ def test_errors_are_one_paragraph(args: list[str], text: str, folder: str, tmp_p
     assert found.exit_code == 1
     assert text in found.stderr and "Traceback" not in found.stderr
     assert len(found.stderr.strip().splitlines()) == 1
+
+
+def test_code(folder: str) -> None:
+    """The program parses, is grouped by module, and shows every collective of the plan with its reason."""
+    found = call("code", folder, "--tp", "2", "--rank", "1")
+    assert found.exit_code == 0
+    ast.parse(found.stdout)
+    plan = json.loads(call("plan", folder, "--tp", "2", "--json").stdout)
+    assert found.stdout.count("<== COLLECTIVE") == len(plan["collectives"])
+    assert "# The program of rank 1 of 2." in found.stdout and "\n    # model.layers.0.self_attn\n" in found.stdout
+    assert "RowParallelLinear['model.layers.0.mlp.down_proj']" in found.stdout
+    assert "partial sums; weight [32, 32] of [32, 64]" in found.stdout
+    assert "COLLECTIVE: sums of a row-parallel layer" in found.stdout
 
 
 def test_as_few_ranks_as_fit(folder: str) -> None:

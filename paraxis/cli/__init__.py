@@ -12,12 +12,13 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli import calibrate, demo, diff, doctor, explain, generate, plan, verify
+from paraxis.cli import calibrate, code, demo, diff, doctor, explain, generate, plan, verify
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.command,
     "explain": explain.command,
     "diff": diff.command,
+    "code": code.command,
     "verify": verify.command,
     "generate": generate.command,
     "doctor": doctor.command,

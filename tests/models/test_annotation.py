@@ -85,10 +85,9 @@ def test_annotations(name: str, ranks: Any) -> None:
 
 
 def test_annotations_do_not_depend_on_the_number_of_ranks(ranks: Any) -> None:
-    """Packed projections, and one head of keys."""
-    for name in ("gpt2", "falcon"):
-        found = [ranks(world).run(annotate, name, True)[0] for world in (1, 2, 4)]
-        assert found[0] == found[1] == found[2]
+    """One head of keys, more ranks than that, and one rank alone."""
+    found = [ranks(world).run(annotate, "falcon", True)[0] for world in (1, 2, 4)]
+    assert found[0] == found[1] == found[2]
 
 
 def test_the_passes_need_one_another() -> None:

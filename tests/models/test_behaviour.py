@@ -108,17 +108,6 @@ def test_gradients_with_activation_checkpointing(checkpoint: str, ranks: Any) ->
         assert max(errors.values()) < 1e-3
 
 
-def saved(folder: str, target: str) -> None:
-    model, _ = parallel(folder)
-    model.save_pretrained(target)
-
-
-def test_saving_an_ordinary_checkpoint(checkpoint: str, ranks: Any, tmp_path: Path) -> None:
-    ranks(2).run(saved, checkpoint, str(tmp_path))
-    before, after = reference(checkpoint).state_dict(), reference(str(tmp_path)).state_dict()
-    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-
-
 def converted(folder: str) -> None:
     model, _ = parallel(folder)
     assert model.to("cpu") is model and model.float() is model
