@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv test lint format demo zoo generation plans bench clean
+.PHONY: venv test lint format demo zoo generation weights plans bench clean
 
 venv: $(STAMP)
 
@@ -44,6 +44,10 @@ zoo: venv
 # Generation in its modes (caches, beams, padding, sampling) on many architectures; about half an hour.
 generation: venv
 	cd tests && ../$(BIN)/python -m zoo.generation --page ../docs/results/generation.md
+
+# Checkpoints loaded and saved by ranks, compared bit by bit, on many architectures; a quarter of an hour.
+weights: venv
+	cd tests && ../$(BIN)/python -m zoo.weights --tp $(TP) --page ../docs/results/weights.md
 
 # Plans beside the hand-written ones of transformers; ten minutes.
 plans: venv

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import sys
 import tempfile
-import threading
 import warnings
 from datetime import date
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from ranks import RankPool
 from zoo.cases import find
 from zoo.check import pair
+from zoo.turns import in_turns
 
 NEW = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 MODES = ("dynamic", "static", "beams", "padded", "sampled")
@@ -117,34 +116,15 @@ def main() -> int:
     parser.add_argument("--tp", type=int, default=2)
     parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on ranks of its own")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--state", type=Path, help="where to keep results as they come")
+    parser.add_argument("--state", type=Path, help="where to keep results as they come; it goes on from there")
     parser.add_argument("--page", type=Path, help="where to write the table")
     options = parser.parse_args()
-    turns, lock, records = iter(options.only.split(",")), threading.Lock(), []
+    names = options.only.split(",")
 
-    def serve() -> None:
-        pool = RankPool(options.tp)
-        try:
-            while True:
-                with lock:
-                    name = next(turns, None)
-                if name is None:
-                    return
-                record = run(name, pool, options.device)
-                with lock:
-                    records.append(record)
-                    print(json.dumps(record), flush=True)
-                    if options.state:
-                        with options.state.open("a") as file:
-                            file.write(json.dumps(record) + "\n")
-        finally:
-            pool.close()
+    def work(name: str, pool: RankPool) -> dict[str, Any]:
+        return run(name, pool, options.device)
 
-    workers = [threading.Thread(target=serve) for _ in range(options.jobs)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    records = in_turns(names, options.tp, work, jobs=options.jobs, state=options.state)
     if options.page:
         options.page.parent.mkdir(parents=True, exist_ok=True)
         options.page.write_text(page(records, options.tp))

@@ -1,0 +1,58 @@
+"""Working on many models, some at a time, each on ranks of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ranks import RankPool
+
+Record = dict[str, Any]
+
+
+def in_turns(
+    names: Sequence[str],
+    world: int,
+    work: Callable[[str, RankPool], Record],
+    *,
+    jobs: int = 1,
+    state: Path | None = None,
+    say: Callable[[Record], str] = json.dumps,
+) -> list[Record]:
+    """What ``work`` returns for every name, in the order of the names.
+
+    Results are written to ``state`` as they come, and those that it has already are not made again.
+    """
+    done: dict[str, Record] = {}
+    if state is not None and state.exists():
+        done = {record["name"]: record for record in map(json.loads, state.read_text().splitlines())}
+    turns, lock = iter([name for name in names if name not in done]), threading.Lock()
+
+    def serve() -> None:
+        pool = RankPool(world)
+        try:
+            while True:
+                with lock:
+                    name = next(turns, None)
+                if name is None:
+                    return
+                record = work(name, pool)
+                with lock:
+                    done[name] = record
+                    print(say(record), flush=True)
+                    if state is not None:
+                        state.parent.mkdir(parents=True, exist_ok=True)
+                        with state.open("a") as file:
+                            file.write(json.dumps(record) + "\n")
+        finally:
+            pool.close()
+
+    workers = [threading.Thread(target=serve) for _ in range(jobs)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return [done[name] for name in names]

@@ -1,0 +1,139 @@
+"""``python -m zoo.weights``: from a plain checkpoint to shards and back, on many architectures.
+
+Saved by plain transformers, parallelized, compared, saved by the ranks, loaded by plain transformers, compared again:
+the outputs within 1e-4, the stored tensors bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import tempfile
+import warnings
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from ranks import RankPool
+from zoo.cases import find
+from zoo.check import differences, pair, run
+from zoo.turns import Record, in_turns
+
+TYPES = (
+    "llama,mistral,qwen2,qwen3,gemma,gemma2,gemma3_text,gpt2,gpt_neox,gptj,opt,bloom,phi,phi3,falcon,stablelm,olmo,"
+    "olmo2,cohere,starcoder2,granite,glm,nemotron,gpt_bigcode,codegen,biogpt,mamba,bamba,mixtral,qwen2_moe,qwen3_moe,"
+    "gpt_oss,deepseek_v3,olmoe,granitemoe,phimoe,dbrx,jetmoe,qwen3_next,minimax,t5*,bert-mlm*,clip*,vit-image*"
+)
+
+
+def stored(folder: str | Path) -> dict[str, torch.Tensor]:
+    """All tensors of the safetensors files in a folder."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 -- it is no dictionary
+    return found
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    """The names of tensors that are not the same in both, bit by bit."""
+    return sorted(
+        n for n in {*a, *b} if n not in a or n not in b or a[n].dtype != b[n].dtype or not torch.equal(a[n], b[n])
+    )
+
+
+def check(name: str, folder: str, target: str, size: int) -> dict[str, Any]:
+    """On a rank: how far the outputs are off after loading; then save, in files of about ``size`` bytes."""
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    model, unsharded, ctx = pair(find(name), folder, "cpu")
+    inputs = find(name).inputs(unsharded)
+    with torch.no_grad():
+        found = {"loaded": differences(run(model, inputs), run(unsharded, inputs))}
+    model.save_pretrained(target, max_shard_size=size)
+    return {**found, "converted": len(ctx.conversions)}
+
+
+def work(name: str, pool: RankPool) -> Record:
+    """One type on all ranks of a pool."""
+    with tempfile.TemporaryDirectory(prefix="zoo-") as place:
+        source, target = f"{place}/source", f"{place}/target"
+        try:
+            built = find(name).make()
+            built.save_pretrained(source)  # type: ignore[operator]
+            before = stored(source)
+            size = sum(t.numel() * t.itemsize for t in before.values()) // 3
+            results = pool.run(check, name, source, target, size, timeout=600)
+            again = type(built).from_pretrained(target, dtype=torch.float32).eval()  # type: ignore[attr-defined]
+            plain = type(built).from_pretrained(source, dtype=torch.float32).eval()  # type: ignore[attr-defined]
+            inputs = find(name).inputs(plain)
+            with torch.no_grad():
+                saved = differences(run(again, inputs), run(plain, inputs))
+            return {
+                "name": name,
+                "loaded": max(r["loaded"] for r in results),
+                "saved": saved,
+                "converted": results[0]["converted"],
+                "differing": differing(before, stored(target)),
+                "files": len(list(Path(target).glob("*.safetensors"))),
+            }
+        except Exception as error:
+            return {"name": name, "error": f"{type(error).__name__}: {str(error)[:400]}"}
+
+
+def right(record: Record) -> bool:
+    return "error" not in record and record["loaded"] < 1e-4 and record["saved"] < 1e-5 and not record["differing"]
+
+
+def page(records: list[Record], world: int) -> str:
+    import transformers
+
+    lines = [
+        "# Checkpoints there and back",
+        "",
+        f"Tiny models with random weights: saved by plain transformers, parallelized over {world} ranks (*loaded*: the",
+        "largest difference of an output), saved by the ranks in several files, loaded by plain transformers again",
+        "(*saved*), stored tensors compared bit by bit. *Converted* parameters are stored in another form. Made by",
+        "`make weights`.",
+        "",
+        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
+        f"{platform.python_version()}. {sum(map(right, records))} of {len(records)} right.",
+        "",
+        "| type | loaded | saved | converted | files | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in sorted(records, key=lambda r: r["name"]):
+        if "error" in r:
+            lines.append(f"| {r['name']} | | | | | {r['error'].splitlines()[0]} |")
+            continue
+        note = "right" if right(r) else f"WRONG {', '.join(r['differing'][:3])}"
+        lines.append(
+            f"| {r['name']} | {r['loaded']:.0e} | {r['saved']:.0e} | {r['converted']} | {r['files']} | {note} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=TYPES, help="types, separated by commas")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on ranks of its own")
+    parser.add_argument("--state", type=Path, help="where to keep results as they come; it goes on from there")
+    parser.add_argument("--page", type=Path, help="where to write the table")
+    options = parser.parse_args()
+    records = in_turns(options.only.split(","), options.tp, work, jobs=options.jobs, state=options.state)
+    if options.page:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(page(records, options.tp))
+    return 0 if all(map(right, records)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
