@@ -32,6 +32,15 @@ DEEPEST = 12
 """How far into the objects of a cache tensors are looked for."""
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """What the memory of a plan is given for; without a context no cache is counted."""
+
+    batch: int = 1
+    context: int | None = None
+    train: bool = False
+
+
 @dataclass
 class Kinds:
     """The tensors that a model keeps between calls: as planned, and as they are for the sizes asked for."""
@@ -40,14 +49,14 @@ class Kinds:
     asked: list[Kept]
 
 
-def kept_tensors(model: nn.Module, planned: dict[str, Any], rows: int, context: int) -> Kinds | None:
+def kept_tensors(model: nn.Module, planned: dict[str, Any], rows: int, context: int) -> Kinds | str:
     """What a model keeps after a call with the inputs it is planned with, and after one of ``rows`` and ``context``.
 
-    None where it cannot be run without memory, or keeps nothing.
+    A text where that is not known: why.
     """
     ids = planned.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return None
+        return "its inputs are no token ids"
 
     def other(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != ids.shape[0]:
@@ -59,9 +68,11 @@ def kept_tensors(model: nn.Module, planned: dict[str, Any], rows: int, context: 
     try:
         with _experts_at_once(model):
             found = Kinds(_kept(model, planned), _kept(model, {k: other(k, v) for k, v in planned.items()}))
-    except Exception:  # it looks at values, or makes tensors elsewhere
-        return None
-    return found if found.planned and len(found.planned) == len(found.asked) else None
+    except Exception as error:  # it looks at values, or makes tensors elsewhere
+        return f"it does not run without memory: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if len(found.planned) != len(found.asked):
+        return "it keeps more tensors after a longer call"
+    return found if found.planned else "it keeps nothing between calls"
 
 
 @contextmanager
@@ -86,10 +97,10 @@ def _kept(model: nn.Module, inputs: dict[str, Any]) -> list[Kept]:
     given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     with torch.no_grad():
         output = functional_call(model, state, kwargs=given)
-    return [(tuple(t.shape), t.dtype) for t in _held(output)]
+    return [(tuple(t.shape), t.dtype) for t in held_tensors(output)]
 
 
-def _held(output: Any) -> Iterator[torch.Tensor]:
+def held_tensors(output: Any) -> Iterator[torch.Tensor]:
     """The tensors that an output holds beyond plain containers: those stay sharded, and the next call reads them."""
     seen: set[int] = set()
 
@@ -111,42 +122,34 @@ def _held(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, (list, tuple, dict)):
         for item in output.values() if isinstance(output, dict) else output:
             if not isinstance(item, (torch.Tensor, str)):
-                yield from _held(item) if type(item) in (list, tuple, dict) else inside(item, 0)
+                yield from held_tensors(item) if type(item) in (list, tuple, dict) else inside(item, 0)
 
 
 def memory_of(
-    plan: Plan,
-    parameters: dict[str, Any],
-    model: nn.Module,
-    solved: Solved,
-    kinds: Kinds | None,
-    train: bool,
-    batch: int,
-    context: int,
+    plan: Plan, parameters: dict[str, Any], model: nn.Module, solved: Solved, kinds: Kinds | str, sizes: Sizes
 ) -> Memory:
     """The memory of the fullest rank under a plan."""
+
+    def held(names: list[str], rank: int) -> int:
+        known = ((parameters[n].dtype.itemsize, plan.parameters[n]) for n in names)
+        return sum(size * prod(local_shape(p.placement, p.global_shape, rank)) for size, p in known)
+
     ranks = range(plan.world_size)
-    sizes = {name: parameters[name].dtype.itemsize for name in plan.parameters}
-    held = max(
-        sum(prod(local_shape(p.placement, p.global_shape, rank)) * sizes[n] for n, p in plan.parameters.items())
-        for rank in ranks
-    )
-    trained = max(
-        sum(
-            prod(local_shape(p.placement, p.global_shape, rank)) * sizes[n]
-            for n, p in plan.parameters.items()
-            if parameters[n].requires_grad
-        )
-        for rank in ranks
-    )
+    trained = [n for n in plan.parameters if parameters[n].requires_grad] if sizes.train else []
+    gradients = max(held(trained, rank) for rank in ranks)
+    cache = None
+    if isinstance(kinds, Kinds):
+        where = places(solved)
+        cache = max(_cache_bytes(kinds, where, rank) for rank in ranks)
     return Memory(
-        parameters=held,
+        parameters=max(held(list(plan.parameters), rank) for rank in ranks),
         buffers=sum(b.numel() * b.dtype.itemsize for b in model.buffers()),
-        cache=None if kinds is None else max(_cache_bytes(kinds, places(solved), rank) for rank in ranks),
-        gradients=trained if train else 0,
-        optimizer=ADAM * trained if train else 0,
-        batch=batch,
-        context=context,
+        cache=cache,
+        gradients=gradients,
+        optimizer=ADAM * gradients,
+        batch=sizes.batch,
+        context=sizes.context or 0,
+        unknown=kinds if isinstance(kinds, str) else "",
     )
 
 

@@ -56,10 +56,11 @@ class Memory:
         parameters: The rank's part of all parameters.
         buffers: What every rank holds whole.
         cache: Keys, values and states that a generation of ``batch`` sequences keeps after ``context`` tokens; None
-            where the model does not run on the meta device, or keeps nothing that it returns.
+            where that was not asked for or is not known.
         gradients: Of what is trained.
         optimizer: The state of AdamW, in the parameters' dtype.
         batch, context: What the cache is for.
+        unknown: Why the cache is not known, if it was asked for.
     """
 
     parameters: int
@@ -69,6 +70,7 @@ class Memory:
     optimizer: int = 0
     batch: int = 1
     context: int = 0
+    unknown: str = ""
 
     @property
     def total(self) -> int:
@@ -86,6 +88,8 @@ class Memory:
         parts = [f"parameters {_short(self.parameters)}", f"buffers {_short(self.buffers)}"]
         if self.cache is not None:
             parts.append(f"cache {_short(self.cache)} ({self.batch} × {self.context} tokens)")
+        elif self.unknown:
+            parts.append(f"cache not known ({self.unknown})")
         if self.gradients:
             parts += [f"gradients {_short(self.gradients)}", f"AdamW {_short(self.optimizer)}"]
         return f"{_short(self.total)} per rank without activations: {', '.join(parts)}"

@@ -18,7 +18,7 @@ from .capture.trace import no_collection
 from .compile import CompiledCall, plan_in_pieces, run_pipeline
 from .core import Config, ParallelExecutionCtx
 from .inputs import SIZES, example_call
-from .memory import Kinds, kept_tensors, memory_of
+from .memory import Kinds, Sizes, kept_tensors, memory_of
 from .meta import tied_names
 from .passes import InitializeOrLoadWeightsPass, PassPipeline, build_parallel_pass_pipeline
 from .passes.alike import copies, own, spread
@@ -30,8 +30,6 @@ from .weights.agree import exchange, together
 from .weights.materialize import materialize_parameters
 
 Graph = tuple[Any, list[Any]]
-CONTEXT = 2048
-"""Tokens that the memory of a cache is given for unless asked otherwise."""
 
 
 def make_plan(
@@ -142,22 +140,12 @@ def plan_model(
         model: A Hub id, a directory with a ``config.json``, a transformers configuration, or a module.
         tp_size: The number of ranks.
         torch_dtype: Dtype of the parameters; by default what the config says.
-        batch, context: Sequences and tokens that the memory of a cache is given for; by default 2048 tokens, or as
-            many as the model takes.
+        batch, context: Sequences and tokens that the memory of a cache is given for; without a context it is not.
         train: Whether the memory is that of training.
         kwargs: As for :func:`paraxis.parallelize_model`.
     """
     with imagined(model, tp_size, torch_dtype, kwargs, Sizes(batch, context, train)) as planned:
         return planned.plan
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """What the memory of a plan is given for."""
-
-    batch: int = 1
-    context: int | None = None
-    train: bool = False
 
 
 @dataclass
@@ -188,29 +176,25 @@ def imagined(
         if not isinstance(model, nn.Module):
             with ctx.timed("build"):
                 model = api.build_on_meta(model, torch_dtype, kwargs)
-        kinds, sizes = _kept(model, examples, sizes, config) if sizes is not None else (None, None)
+        kinds: Kinds | str = ""
+        if sizes is not None and sizes.context is not None:
+            with ctx.timed("memory"):
+                kinds = _kept(model, examples, sizes.batch, sizes.context, config)
         parallelized = api.attach(model, ctx, None)
         solved, repeated = make_plan(CompiledCall(parallelized, ctx, config), ctx, config, examples, load=False)
         assert ctx.plan is not None and solved is not None
         ctx.plan.timings = dict(ctx.timings)
         if sizes is not None:
-            ctx.plan.memory = memory_of(
-                ctx.plan, ctx.param_cache, parallelized, solved, kinds, sizes.train, sizes.batch, sizes.context or 0
-            )
+            ctx.plan.memory = memory_of(ctx.plan, ctx.param_cache, parallelized, solved, kinds, sizes)
         yield Planned(ctx.plan, ctx, config, solved, repeated)
 
 
-def _kept(model: nn.Module, examples: Any, sizes: Sizes, config: Config) -> tuple[Kinds | None, Sizes]:
-    """What the model keeps between calls, and for which sizes."""
-    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
-    context = sizes.context if sizes.context is not None else min(CONTEXT, longest if longest > 0 else CONTEXT)
-    try:
-        _, inputs = example_call(model, examples, torch.device("cpu"), config.objective)
-    except ValueError:  # without inputs there is no plan either, which is said elsewhere
-        return None, replace(sizes, context=context)
+def _kept(model: nn.Module, examples: Any, batch: int, context: int, config: Config) -> Kinds | str:
+    """What the model keeps between calls of so many sequences and tokens."""
+    _, inputs = example_call(model, examples, torch.device("cpu"), config.objective)
     ids = inputs.get("input_ids")
     each = len(ids) // SIZES[config.objective][0] if examples is None and ids is not None else 1
-    return kept_tensors(model, inputs, sizes.batch * each, context), replace(sizes, context=context)
+    return kept_tensors(model, inputs, batch * each, context)
 
 
 @contextmanager

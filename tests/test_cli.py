@@ -133,8 +133,9 @@ def test_code(folder: str) -> None:
 
 def test_as_few_ranks_as_fit(folder: str) -> None:
     """A rank of two has to fit, one alone must not."""
-    whole = json.loads(call("plan", folder, "--tp", "1", "--json").stdout)["memory"]["total"]
-    found = call("plan", folder, "--tp", "auto", "--gpu", f"toy-{whole / 0.9 * 0.8 / 1e9:.9f}GB", "--json")
+    short = ("--context", "8", "--json")
+    whole = json.loads(call("plan", folder, "--tp", "1", *short).stdout)["memory"]["total"]
+    found = call("plan", folder, "--tp", "auto", "--gpu", f"toy-{whole / 0.9 * 0.8 / 1e9:.9f}GB", *short)
     data = json.loads(found.stdout)
     assert data["world_size"] == 2 and data["memory"]["total"] < 0.8 * whole
     never = call("plan", folder, "--tp", "auto", "--gpu", "toy-0.000000001GB")

@@ -19,12 +19,12 @@ def measured(folder: str) -> tuple[int, int]:
     """Bytes of parameters and of the cache on this rank, after a prompt."""
     from models.compare import parallel
 
-    from paraxis.memory import _held
+    from paraxis.memory import held_tensors
 
     model, _ = parallel(folder)
     with torch.no_grad():
         output = model(input_ids=torch.ones(BATCH, CONTEXT, dtype=torch.long), use_cache=True)
-    cache = [t.to_local() if hasattr(t, "to_local") else t for t in _held(output)]
+    cache = [t.to_local() if hasattr(t, "to_local") else t for t in held_tensors(output)]
     parameters = [p.to_local() for p in model.parameters()]
     return tuple(sum(t.numel() * t.element_size() for t in each) for each in (parameters, cache))  # type: ignore[return-value]
 
@@ -58,6 +58,8 @@ def test_of_training(tmp_path: Path) -> None:
 
 def test_of_a_module_that_keeps_nothing() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
-    memory = plan_model(module, 2, example_inputs=torch.zeros(2, 8)).memory
+    memory = plan_model(module, 2, example_inputs=torch.zeros(2, 8), context=8).memory
     assert memory is not None and memory.cache is None and memory.total == memory.parameters + memory.buffers
-    assert kept_tensors(module, {"input_ids": torch.zeros(2, 8, dtype=torch.long)}, 2, 8) is None
+    assert "cache not known (its inputs are no token ids)" in str(memory)
+    found = kept_tensors(module, {"input_ids": torch.zeros(2, 8, dtype=torch.long)}, 2, 8)
+    assert isinstance(found, str) and found.startswith("it does not run without memory: TypeError")

@@ -23,6 +23,9 @@ from paraxis.cli._planning import (
     quiet,
 )
 
+CONTEXT = 2048
+"""Tokens that have to fit beside the weights, unless asked otherwise, for --tp auto."""
+
 
 def command(
     model: Model,
@@ -35,7 +38,7 @@ def command(
     constraint: ConstraintOption = None,
     memory_limit: MemoryOption = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, for the memory of the cache.")] = 1,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens of each, for the memory of the cache.")] = None,
+    context: Annotated[int | None, typer.Option(min=1, help="Tokens of each; without, no cache is counted.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Count the memory of gradients and AdamW.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the plan to a file, for `diff`.")] = None,
     as_json: JsonOption = False,
@@ -51,6 +54,8 @@ def command(
         check_model(model)
         options = planning_options(machine, objective, constraint, memory_limit)
         count = ranks_of(tp, gpu)
+        if count is None and context is None:
+            context = CONTEXT
         from paraxis import Plan, plan_model
 
         quiet()

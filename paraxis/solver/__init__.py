@@ -5,7 +5,8 @@ from .constraints import Constraint, ConstraintError
 from .cost import CostModel
 from .machine import PRESETS, Link, Machine, machine_of
 from .program import Program, Step, Value
-from .search import Solution, Unsatisfiable, on_one_rank, search
+from .search import search
+from .solution import Solution, Unsatisfiable, on_one_rank
 from .structure import Candidates
 from .wanted import Wanted, solve
 

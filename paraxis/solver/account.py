@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate
 from ..rules.base import Free
 from .cost import CostModel, collective_between, nbytes
+from .moves import settled
 from .program import Program, Step, Value, hint, tensor_of
-from .search import Solution, settled
+from .solution import Solution
 
 
 @dataclass

@@ -17,18 +17,20 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import chain, product
 from math import inf
 from typing import Any
 
 import torch
 
-from ..placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Replicate, Shard
+from ..placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Replicate, Shard
 from ..rules import FREE, Call, Given, Strategy, Tensor, accepts_free, replicated, rule_for, same_size
 from ..rules.base import is_one
 from .cost import CostModel, collective_between, nbytes
+from .moves import sequence_length, sequence_shards, settled, share
 from .program import Program, Step, Value
+from .solution import Solution, Unsatisfiable
 from .structure import Candidates
 
 BEAM = 64
@@ -41,37 +43,6 @@ ROUNDING = 1e-9
 """How much dearer, relatively, a sum of costs may come out in another order."""
 ANCHORS = 8
 """How many of the best states others are compared with."""
-
-
-@dataclass
-class Solution:
-    """The result of a search.
-
-    Attributes:
-        strategies: The chosen strategy of every step with a call.
-        results: Placements of the returned values, by position among the returned tensors.
-        parameters: The placement of every parameter.
-        cost: Seconds, under the cost model.
-        optimal: Whether no cheaper assignment exists under the cost model.
-        costs: What every step adds to the cost.
-        given: Where the inputs of every step were before it.
-    """
-
-    strategies: dict[Step, Strategy]
-    results: tuple[Placement, ...]
-    parameters: dict[Value, Placement]
-    cost: float
-    optimal: bool
-    costs: dict[Step, float] = field(default_factory=dict)
-    given: dict[Step, tuple[Given, ...]] = field(default_factory=dict)
-
-
-class Unsatisfiable(ValueError):
-    """No way to run this step is permitted."""
-
-    def __init__(self, step: Step) -> None:
-        super().__init__(f"no way to run {step.node.target} is permitted")
-        self.step = step
 
 
 @dataclass(frozen=True)
@@ -468,51 +439,6 @@ class _Search:
         return placement if isinstance(placement, Shard) and self.keep_sharded else REPLICATE
 
 
-def share(call: Call, strategy: Strategy) -> Strategy:
-    """Where the result is not replicated, a replicated input is used by each rank for its own part."""
-    if not strategy.is_sharded or not any(isinstance(p, Replicate) for p in strategy.inputs):
-        return strategy
-    inputs = tuple(
-        SHARED if isinstance(p, Replicate) and (t.dtype.is_floating_point or t.dtype.is_complex) else p
-        for t, p in zip(call.inputs, strategy.inputs, strict=True)
-    )
-    return Strategy(inputs, strategy.outputs, strategy.localize, strategy.kind)
-
-
-def sequence_shards(shape: Sequence[Any], length: int | None, world: int) -> list[Placement]:
-    """How an activation between parallel layers is split on the sequence of ``length``, if it can be.
-
-    It is [..., sequence, features], or [batch * sequence, features], of which every rank then has its part of each
-    sequence.
-    """
-    if length is None or length < world or len(shape) < 2 or not isinstance(shape[-2], int) or is_one(shape[-1]):
-        return []  # a statistic of a norm is as well summed
-    if shape[-2] != length and (len(shape) > 2 or shape[-2] % length):
-        return []
-    return [Shard.of(len(shape) - 2, Layout.even(length, world))]
-
-
-def sequence_length(program: Program) -> int | None:
-    """The length that most activations [batch, sequence, features] of a program have; None if it may be any."""
-    lengths: Counter[int] = Counter()
-    for step in program.steps:
-        for tensor in step.call.outputs if step.call is not None else ():
-            if tensor.ndim == 3 and tensor.dtype.is_floating_point and isinstance(tensor.shape[1], int):
-                lengths[tensor.shape[1]] += 1
-    return lengths.most_common(1)[0][0] if lengths else None
-
-
-def settled(given: Placement, need: Placement) -> Placement:
-    """Where a tensor is after it was brought from ``given`` to ``need``: the most useful version at hand."""
-    if given == need or isinstance(given, Replicate):
-        return given
-    if isinstance(given, Shard) and not given.layouts:
-        return given
-    if isinstance(given, Partial) and isinstance(need, Shard) and need.layouts:
-        return need
-    return REPLICATE  # one shard becomes another by way of the whole, which stays at hand
-
-
 def search(
     program: Program,
     model: CostModel,
@@ -533,20 +459,3 @@ def search(
     finally:
         if collecting:
             gc.enable()
-
-
-def on_one_rank(solution: Solution) -> Solution:
-    """A plan for two ranks, run by one: the same placements, each held whole, and nothing is made local."""
-
-    def whole(placement: Placement) -> Placement:
-        if not isinstance(placement, Shard):
-            return placement
-        return Shard(tuple((d, Layout.even(1, 1)) for d, _ in placement.layouts))
-
-    strategies = {
-        step: Strategy(tuple(map(whole, s.inputs)), tuple(map(whole, s.outputs)), None, s.kind)
-        for step, s in solution.strategies.items()
-    }
-    parameters = {value: whole(p) for value, p in solution.parameters.items()}
-    results = (REPLICATE,) * len(solution.results)
-    return replace(solution, strategies=strategies, parameters=parameters, results=results)

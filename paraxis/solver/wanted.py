@@ -12,7 +12,8 @@ from .account import parameter_bytes
 from .constraints import Constraint, ConstraintError, Wishes, check_axes
 from .cost import CostModel
 from .program import Program, Step
-from .search import Solution, Unsatisfiable, search
+from .search import search
+from .solution import Solution, Unsatisfiable
 from .structure import Candidates
 
 TRIES = 6

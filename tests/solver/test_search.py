@@ -16,7 +16,7 @@ from paraxis import ParallelExecutionCtx, parallelize_model
 from paraxis.placement import PARTIAL, REPLICATE, SHARED, Layout, Shard
 from paraxis.plan import Plan
 from paraxis.solver import CostModel, Program, on_one_rank, search
-from paraxis.solver.search import settled
+from paraxis.solver.moves import settled
 
 EVEN = Layout.even(8, 2)
 

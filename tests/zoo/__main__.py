@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from zoo.cases import all_cases, find
 from zoo.check import check
 from zoo.sizes import odd_sizes
 from zoo.table import page
+from zoo.turns import in_turns
 
 
 def main() -> int:
@@ -37,35 +37,17 @@ def main() -> int:
         wanted = [(name, world) for world in worlds for name in split_names(options.only)]
     else:
         wanted = [(name, world) for world in worlds for name in all_cases()] + odd_sizes()
-    options.state.parent.mkdir(parents=True, exist_ok=True)
-    done = read(options.state)
+    done: dict[tuple[str, int], dict[str, Any]] = {}
     for world in dict.fromkeys(world for _, world in wanted):
-        waiting = [name for name, w in wanted if w == world and ((name, w) not in done or options.only)]
-        turns = iter(waiting)
-        lock = threading.Lock()
 
-        def serve(world: int = world, turns: Any = turns, lock: Any = lock) -> None:
-            pool = RankPool(world)
-            try:
-                while True:
-                    with lock:
-                        name = next(turns, None)
-                    if name is None:
-                        return
-                    record = run(name, world, pool, options)
-                    with lock:
-                        done[name, world] = record
-                        with options.state.open("a") as file:
-                            file.write(json.dumps(record) + "\n")
-                        print(line(record), flush=True)
-            finally:
-                pool.close()
+        def work(name: str, pool: RankPool, world: int = world) -> dict[str, Any]:
+            return run(name, world, pool, options)
 
-        workers = [threading.Thread(target=serve) for _ in range(min(options.jobs, max(len(waiting), 1)))]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
+        names = [name for name, w in wanted if w == world]
+        records = in_turns(
+            names, world, work, jobs=options.jobs, state=options.state, say=line, again=bool(options.only)
+        )
+        done |= {(record["name"], world): record for record in records}
     chosen = [done[key] for key in wanted]
     if options.page is not None:
         options.page.parent.mkdir(parents=True, exist_ok=True)
@@ -77,13 +59,6 @@ def main() -> int:
 def split_names(text: str) -> list[str]:
     """Names separated by commas, some of which have fields in brackets, separated by commas too."""
     return re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text)
-
-
-def read(state: Path) -> dict[tuple[str, int], dict[str, Any]]:
-    if not state.exists():
-        return {}
-    records = [json.loads(text) for text in state.read_text().splitlines()]
-    return {(record["name"], record["world"]): record for record in records}
 
 
 _building = threading.Lock()  # models draw their weights from the one global generator

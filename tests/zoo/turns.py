@@ -21,15 +21,18 @@ def in_turns(
     jobs: int = 1,
     state: Path | None = None,
     say: Callable[[Record], str] = json.dumps,
+    again: bool = False,
 ) -> list[Record]:
     """What ``work`` returns for every name, in the order of the names.
 
-    Results are written to ``state`` as they come, and those that it has already are not made again.
+    Results are written to ``state`` as they come, and those that it has already for this many ranks are not made again,
+    unless ``again``.
     """
     done: dict[str, Record] = {}
     if state is not None and state.exists():
-        done = {record["name"]: record for record in map(json.loads, state.read_text().splitlines())}
-    turns, lock = iter([name for name in names if name not in done]), threading.Lock()
+        kept = map(json.loads, state.read_text().splitlines())
+        done = {record["name"]: record for record in kept if record["world"] == world}
+    turns, lock = iter([name for name in names if again or name not in done]), threading.Lock()
 
     def serve() -> None:
         pool = RankPool(world)
@@ -39,7 +42,7 @@ def in_turns(
                     name = next(turns, None)
                 if name is None:
                     return
-                record = work(name, pool)
+                record = {**work(name, pool), "world": world}
                 with lock:
                     done[name] = record
                     print(say(record), flush=True)
