@@ -149,7 +149,9 @@ def measure(mode: str, options: Any) -> dict[str, Any]:
     head = next(p.to_local().numel() for n, p in model.named_parameters() if "lm_head" in n)
     kept = sum(x.to_local().numel() if hasattr(x, "to_local") else x.numel() for x in (cache.layers[0].keys,))
     stream = (matrices + 2 * options.layers * kept) * 2 / BANDWIDTH
-    arithmetic = (2 * (matrices - head) * options.context + 2 * head) / ARITHMETIC
+    heads = model.config.num_attention_heads // options.ranks
+    causal = 2 * options.context**2 * heads * model.config.head_dim * options.layers  # two products, half of each
+    arithmetic = (2 * (matrices - head) * options.context + 2 * head + causal) / ARITHMETIC
     prompt_time = sorted(prompts)[len(prompts) // 2]
     return {
         "mode": mode,

@@ -28,11 +28,14 @@ from .distributed.collectives import backend_of
 from .layers import ColumnParallelLinear, RowParallelLinear
 from .passes.decoding import use_row_kernels
 from .passes.grouped import open_single_query_attention
-from .passes.prompt import give_on_device, open_causal_masks
-from .recording import Recorded, pool_of
+from .passes.prompt import give_on_device, is_long, join_narrow_products, open_causal_masks
+from .recording import Recorded, on_device, pool_of
 from .sharded import ShardedTensor, shards_of, unwrap
 
 aten = torch.ops.aten
+LONG = {"realize_reads_threshold": 1}
+"""For prompts: a sum that is used again is stored. Computing it anew reads all its terms: of the sums around a
+residual connection as many as there were since the last one stored."""
 
 
 def options_of(mode: str | None, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
@@ -109,8 +112,11 @@ def compile_local(
             use_row_kernels(lifted.program, examples)
         open_single_query_attention(lifted.program)
         open_causal_masks(lifted.program)
+        join_narrow_products(lifted.program, examples)
     _describe(lifted)
     patches = {**options, "triton.cudagraphs": graphs and grad}
+    if on_gpu and is_long(lifted.program.graph):
+        patches |= LONG
     with tracing(TracingContext(fake_mode)):
         compiled = compile_fx(lifted.program, examples, config_patches=patches)
     known = _KnownShards({i: x for i in lifted.inputs if isinstance(x := given[i], ShardedTensor)})
@@ -167,7 +173,7 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, p
     held: list[torch.Tensor] = [p._local for p in sharded]  # type: ignore[attr-defined]
     forms = [_form(x) for x in held]
     written = [i for i, position in enumerate(inputs) if position in lifted.written]
-    recorded = Recorded(compiled, written, pool) if pool is not None else None
+    recorded = Recorded(compiled, written, moved, pool) if pool is not None else None
 
     def run(*args: Any) -> Any:
         if not all(map(is_, [args[i] for i in positions], expected)) or not known.fits(args):
@@ -182,11 +188,10 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, p
                     raise ParametersReplaced("a parameter has a shard of another form than it was compiled for")
                 held = shards
             given = [x._local if isinstance(x := args[i], ShardedTensor) else x for i in inputs]
-            if moved:  # in one copy
-                numbers = torch.stack([given[i] for i in moved]).to(device)
-                for i, number in zip(moved, numbers.unbind(), strict=True):
-                    given[i] = number
-            results = compiled(*shards, *given) if recorded is None else recorded(shards, given)
+            if recorded is not None:
+                results = recorded(shards, given)
+            else:
+                results = compiled(*shards, *on_device(given, moved, device))
         if wrappers:
             results = [wrappers[i](x) if i in wrappers else x for i, x in enumerate(results)]
         return torch.fx.node.map_aggregate(lifted.results, lambda x: results[x.position] if type(x) is _At else x)

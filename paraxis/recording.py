@@ -28,6 +28,13 @@ def pool_of(owner: object) -> Any:
     return _pools[id(owner)]
 
 
+def copies_of(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Copies of tensors of one dtype, in as few launches as possible: a prompt leaves two tensors per layer."""
+    if len(tensors) < 2 or tensors[0].dtype == torch.bool:
+        return [x.clone() for x in tensors]
+    return torch._foreach_mul(tensors, 1)  # what copies many tensors copies them one by one
+
+
 def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
@@ -36,14 +43,25 @@ class Recording:
     """One recorded run of a program."""
 
     def __init__(
-        self, program: Callable[..., Any], shards: list[torch.Tensor], inputs: list[Any], kept: list[int], pool: Any
+        self,
+        program: Callable[..., Any],
+        shards: list[torch.Tensor],
+        inputs: list[Any],
+        kept: list[int],
+        numbers: list[int],
+        pool: Any,
     ) -> None:
-        """``kept`` are the positions of the inputs that are used where they are."""
+        """``kept`` are the positions of the inputs that are used where they are, ``numbers`` of those on the host."""
         self.kept = kept
         self.objects = [weakref.ref(inputs[i]) for i in kept]
         self.places = addresses(shards) + addresses([inputs[i] for i in kept])
         with torch.inference_mode(False), torch.no_grad():  # to be written to in any mode
-            self.copies = {i: x.clone() for i, x in enumerate(inputs) if i not in kept}
+            self.copies = {i: x.clone() for i, x in enumerate(inputs) if i not in (*kept, *numbers)}
+            self.single = list(self.copies)
+            # 16 bytes apart, as compiled kernels expect it
+            self.numbers = torch.zeros(len(numbers), 2, dtype=torch.int64, device=shards[0].device)[:, 0]
+            self.copies.update(zip(numbers, self.numbers.unbind(), strict=True))
+        self.together = numbers
         given = [self.copies.get(i, x) for i, x in enumerate(inputs)]
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
@@ -51,7 +69,11 @@ class Recording:
         fixed = {_storage(x) for x in (*shards, *(inputs[i] for i in kept))}
         own = {_storage(x) for x in self.copies.values()}
         tensors = [(i, x) for i, x in enumerate(self.results) if isinstance(x, torch.Tensor)]
-        self.leaving = [i for i, x in tensors if _storage(x) not in fixed]
+        leaving: dict[torch.dtype, list[int]] = {}
+        for i, x in tensors:
+            if _storage(x) not in fixed:
+                leaving.setdefault(x.dtype, []).append(i)
+        self.leaving = list(leaving.values())
         if any(_storage(x) in own or not x.is_cuda for _, x in tensors):
             raise ValueError("a result is the memory of an input that changes")
 
@@ -67,12 +89,15 @@ class Recording:
         return addresses(shards) + addresses(here) == self.places
 
     def replay(self, inputs: list[Any]) -> list[Any]:
-        for i, copy in self.copies.items():
-            copy.copy_(inputs[i])
+        for i in self.single:
+            self.copies[i].copy_(inputs[i])
+        if self.together:  # how far each layer's cache is filled; memory that is not pinned is read at once
+            self.numbers.copy_(torch.stack([inputs[i] for i in self.together]), non_blocking=True)
         self.graph.replay()
         results = list(self.results)
-        for i in self.leaving:
-            results[i] = results[i].clone()
+        for positions in self.leaving:
+            for i, copy in zip(positions, copies_of([results[i] for i in positions]), strict=True):
+                results[i] = copy
         return results
 
 
@@ -83,9 +108,10 @@ class Recorded:
     allocator has put them: some communication libraries exchange addresses when they are recorded.
     """
 
-    def __init__(self, program: Callable[..., Any], written: Sequence[int], pool: Any) -> None:
-        """``written`` are the positions, among the inputs, of those that the program writes to."""
-        self.program, self.written, self.pool = program, list(written), pool
+    def __init__(self, program: Callable[..., Any], written: Sequence[int], numbers: Sequence[int], pool: Any) -> None:
+        """``written`` are the positions, among the inputs, of those that the program writes to, ``numbers`` of those
+        that come on the host and are taken on the device."""
+        self.program, self.written, self.numbers, self.pool = program, list(written), list(numbers), pool
         self.recordings: list[Recording] = []
         self.possible = True
         self._last: list[Any] = []
@@ -95,26 +121,42 @@ class Recorded:
             if recording.fits(shards, inputs):
                 return recording.replay(inputs)
         if not self.possible:
-            return self.program(*shards, *inputs)
+            return self._run(shards, inputs)
         kept = [i for i, ref in enumerate(self._last) if ref is not None and ref() is inputs[i]]
         self._last = [weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs]
+        for i in self.numbers:
+            self._last[i] = None  # counted up in place
         if not kept or not set(self.written) <= set(kept):
-            return self.program(*shards, *inputs)
-        if not all(isinstance(x, torch.Tensor) and x.is_cuda for x in inputs):
+            return self._run(shards, inputs)
+        if not all(isinstance(x, torch.Tensor) and (x.is_cuda or i in self.numbers) for i, x in enumerate(inputs)):
             self.possible = False
-            return self.program(*shards, *inputs)
+            return self._run(shards, inputs)
         return self._record(shards, inputs, kept)
+
+    def _run(self, shards: list[torch.Tensor], inputs: list[Any]) -> Any:
+        return self.program(*shards, *on_device(inputs, self.numbers, shards[0].device))
 
     def _record(self, shards: list[torch.Tensor], inputs: list[Any], kept: list[int]) -> Any:
         self.recordings = [r for r in self.recordings if r.alive][: LIVE - 1]
         try:
-            recording = Recording(self.program, shards, inputs, kept, self.pool)
+            recording = Recording(self.program, shards, inputs, kept, self.numbers, self.pool)
         except (RuntimeError, ValueError) as error:
             self.possible = False
             logging.getLogger("paraxis").info("not recorded as a CUDA graph: %s", error)
-            return self.program(*shards, *inputs)
+            return self._run(shards, inputs)
         self.recordings.insert(0, recording)
         return recording.replay(inputs)
+
+
+def on_device(inputs: list[Any], numbers: list[int], device: torch.device | None) -> list[Any]:
+    """The inputs, with those at the positions ``numbers`` moved to the device, in one copy."""
+    if not numbers:
+        return inputs
+    moved = torch.stack([inputs[i] for i in numbers]).to(device).unbind()
+    result = list(inputs)
+    for i, number in zip(numbers, moved, strict=True):
+        result[i] = number
+    return result
 
 
 def _storage(tensor: torch.Tensor) -> int:

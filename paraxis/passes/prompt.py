@@ -2,22 +2,32 @@
 
 A cache of a fixed size brings a mask over its whole length even where it is still empty, which rules out the fast
 kernels for causal attention; and it counts in a number on the host for each layer, which would be waited for layer by
-layer.
+layer. Layers that give few features leave most of a GPU idle, each by itself: a rank's part of keys and values often
+has no more than a head.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
-from .grouped import argument, is_impure, shape_of
+from .grouped import argument, is_impure, shape_of, unrepeated
 
 aten = torch.ops.aten
 MOST = 100
 """Operators that a constant mask may be made by."""
+_SPELLED_OUT = 0
+"""torch's number for attention without a kernel of its own."""
+NARROW = 1024
+"""A layer with fewer features than this is joined with others on the same input."""
+FEWEST = 512
+"""Rows from which on that pays for putting the weights together, which takes as long as 400 rows of the product."""
 
 
 def open_causal_masks(module: GraphModule) -> int:
@@ -36,11 +46,16 @@ def open_causal_masks(module: GraphModule) -> int:
             known[mask] = value is not None and _is_causal(value, shape[2])
         if not known[mask]:
             continue
+        query, *others = node.args[:3]
+        options = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+        shared = [unrepeated(x) for x in others]
+        groups = {found[1] for found in shared if found is not None}
+        if None not in shared and len(groups) == 1 and _takes_groups(node.meta["val"], groups.pop()):
+            others = [found[0] for found in shared if found is not None]
+            options["enable_gqa"] = True
         with graph.inserting_before(node):
-            query, *others = node.args[:3]
             states = [graph.call_function(aten.slice.Tensor, (x, 2, 0, shape[2])) for x in others]
-            result = graph.call_function(node.target, (query, *states, None, 0.0, True))  # type: ignore[arg-type]
-        result.kwargs = {k: v for k, v in node.kwargs.items() if k in ("scale", "enable_gqa")}
+            result = graph.call_function(node.target, (query, *states, None, 0.0, True), options)  # type: ignore[arg-type]
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
@@ -49,6 +64,20 @@ def open_causal_masks(module: GraphModule) -> int:
         graph.eliminate_dead_code(is_impure_node=is_impure)
         module.recompile()
     return count
+
+
+def _takes_groups(query: torch.Tensor, groups: int) -> bool:
+    """Whether the kernel for causal attention takes several query heads on one of keys, so that none is copied."""
+    if not query.is_cuda or not all(isinstance(n, int) for n in query.shape) or query.shape[1] % groups:
+        return False
+    with unset_fake_temporarily(), torch.no_grad():
+        like: dict[str, Any] = {"dtype": query.dtype, "device": query.device}
+        whole = torch.empty(query.shape, **like)
+        few = torch.empty(query.shape[0], query.shape[1] // groups, *query.shape[2:], **like)
+        plain = torch._fused_sdp_choice(whole, whole, whole, None, 0.0, True)
+        return plain != _SPELLED_OUT and plain == torch._fused_sdp_choice(
+            whole, few, few, None, 0.0, True, enable_gqa=True
+        )
 
 
 def _constant(node: Node) -> torch.Tensor | None:
@@ -71,6 +100,53 @@ def _is_causal(mask: torch.Tensor, length: int) -> bool:
         return False
     causal = torch.ones(length, mask.shape[-1], dtype=torch.bool, device=mask.device).tril()
     return bool((mask == causal).all())
+
+
+def is_long(graph: Graph) -> bool:
+    """Whether there is a layer with many rows: then memory traffic counts, and not how many kernels there are."""
+    products = graph.find_nodes(op="call_function", target=aten.linear.default)
+    shapes = [shape_of(node) or () for node in products]
+    return any(prod(hint_of(n) for n in shape[:-1]) >= FEWEST for shape in shapes)
+
+
+def hint_of(size: Any) -> int:
+    """The size that a symbolic one had when the program was captured."""
+    hint = size.node.hint if isinstance(size, torch.SymInt) else size
+    return int(hint) if hint is not None else 1
+
+
+def join_narrow_products(module: GraphModule, examples: Sequence[Any]) -> int:
+    """One product for all layers with few features on the same input; how many. ``examples`` are the local inputs."""
+    graph: Graph = module.graph
+    known: dict[Any, Any] = dict(zip(graph.find_nodes(op="placeholder"), examples, strict=True))
+    groups: dict[Any, list[Node]] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.linear.default):
+        given: list[Any] = [known.get(a) for a in node.args[1:] if a is not None]
+        if node.kwargs or not given or not all(isinstance(x, torch.Tensor) and x.is_contiguous() for x in given):
+            continue
+        x, shape, weight = node.args[0], shape_of(node), given[0]
+        if shape is None or not all(isinstance(n, int) for n in shape) or prod(shape[:-1]) < FEWEST:
+            continue
+        if weight.dim() == 2 and 0 < weight.shape[0] < NARROW:
+            groups.setdefault((x, len(given), weight.dtype), []).append(node)
+    joined = [nodes for nodes in groups.values() if len(nodes) > 1]
+    for nodes in joined:
+        with graph.inserting_before(min(nodes)):
+            parts = [[node.args[i] for node in nodes] for i in range(1, len(nodes[0].args)) if nodes[0].args[i]]
+            whole = [graph.call_function(aten.cat.default, (part,)) for part in parts]
+            result = graph.call_function(aten.linear.default, (nodes[0].args[0], *whole))
+            ends = list(accumulate(known[node.args[1]].shape[0] for node in nodes))
+            pieces = [
+                graph.call_function(aten.slice.Tensor, (result, -1, start, end))
+                for start, end in zip([0, *ends], ends, strict=False)
+            ]
+        for node, piece in zip(nodes, pieces, strict=True):
+            piece.meta = dict(node.meta)
+            node.replace_all_uses_with(piece)
+            graph.erase_node(node)
+    if joined:
+        module.recompile()
+    return len(joined)
 
 
 def give_on_device(graph: Graph, examples: list[Any], device: torch.device) -> list[int]:

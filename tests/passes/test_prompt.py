@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paraxis.passes.prompt import open_causal_masks
+from paraxis.passes.prompt import is_long, join_narrow_products, open_causal_masks
 
 aten = torch.ops.aten
 
@@ -44,3 +44,41 @@ def test_a_mask_that_is_an_input_stays() -> None:
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
     module = make_fx(F.scaled_dot_product_attention, pre_dispatch=True)(q, k, v, mask)
     assert open_causal_masks(module) == 0
+
+
+def traced(rows: int, widths: list[int], biased: bool = False) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
+    """Layers on the same input, with biases on all of them or on none."""
+
+    def run(x: torch.Tensor, *held: torch.Tensor) -> list[torch.Tensor]:
+        weights, biases = held[: len(widths)], held[len(widths) :] if biased else [None] * len(widths)
+        return [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+
+    inputs = [torch.randn(1, rows, 16), *(torch.randn(n, 16) for n in widths)]
+    inputs += [torch.randn(n) for n in widths] if biased else []
+    return make_fx(run, pre_dispatch=True)(*inputs), inputs
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_narrow_products_are_one(biased: bool) -> None:
+    """Queries, keys and values of one rank; the wide one stays by itself."""
+    module, inputs = traced(600, [64, 16, 2000, 16], biased)
+    before = module(*inputs)
+    assert join_narrow_products(module, inputs) == 1
+    assert len(module.graph.find_nodes(op="call_function", target=aten.linear.default)) == 2
+    for found, expected in zip(module(*inputs), before, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize(("rows", "widths"), [(8, [64, 16]), (600, [2000, 16]), (600, [16])])
+def test_other_products_stay(rows: int, widths: list[int]) -> None:
+    """Few rows, one narrow product alone."""
+    module, inputs = traced(rows, widths)
+    assert join_narrow_products(module, inputs) == 0
+
+
+@pytest.mark.parametrize(("rows", "long"), [(8, False), (600, True)])
+def test_long_prompts(rows: int, long: bool) -> None:
+    module, inputs = traced(rows, [64, 16])
+    for node in module.graph.find_nodes(op="call_function", target=aten.linear.default):
+        node.meta["val"] = torch.empty(1, rows, 64, device="meta")
+    assert is_long(module.graph) == long and len(inputs) == 3

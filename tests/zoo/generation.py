@@ -6,6 +6,7 @@ import argparse
 import platform
 import sys
 import tempfile
+import threading
 import warnings
 from datetime import date
 from pathlib import Path
@@ -23,7 +24,10 @@ MODES = ("dynamic", "static", "beams", "padded", "sampled")
 TYPES = (
     "llama,mistral,qwen2,qwen3,gemma,gemma2,gemma3_text,gpt2,gpt_neox,gptj,opt,bloom,phi,phi3,falcon,stablelm,olmo,"
     "olmo2,cohere,cohere2,starcoder2,granite,glm,glm4,mixtral,qwen2_moe,qwen3_moe,nemotron,smollm3,gpt_bigcode,"
-    "codegen,helium,ernie4_5,exaone4,persimmon,biogpt"
+    "codegen,helium,ernie4_5,exaone4,persimmon,biogpt,apertus,arcee,bitnet,cwm,dbrx,deepseek_v2,deepseek_v3,diffllama,"
+    "dots1,ernie4_5_moe,flex_olmo,glm4_moe,gpt_neo,gpt_oss,granitemoe,hunyuan_v1_dense,jetmoe,llama4_text,minimax_m2,"
+    "ministral,mpt,nanochat,olmo3,olmoe,openai-gpt,phimoe,seed_oss,solar_open,vaultgemma,xglm,bamba,falcon_h1,mamba2,"
+    "qwen3_next"
 )
 
 
@@ -70,10 +74,17 @@ def check(name: str, folder: str, device: str) -> dict[str, Any]:
     return found
 
 
+_building = threading.Lock()  # models draw their weights from the one global generator
+
+
 def run(name: str, pool: RankPool, device: str) -> dict[str, Any]:
     """One type on all ranks of a pool."""
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
-        find(name).make().save_pretrained(folder)  # type: ignore[operator]
+        try:
+            with _building:
+                find(name).make().save_pretrained(folder)  # type: ignore[operator]
+        except Exception as error:
+            return {"name": name, **dict.fromkeys(MODES, f"not built: {str(error).splitlines()[0]}")}
         try:
             results = pool.run(check, name, folder, device, timeout=600)
         except Exception as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,7 @@ def in_turns(
         finally:
             pool.close()
 
-    workers = [threading.Thread(target=serve) for _ in range(jobs)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+    with ThreadPoolExecutor(jobs) as workers:
+        for served in [workers.submit(serve) for _ in range(jobs)]:
+            served.result()
     return [done[name] for name in names]
