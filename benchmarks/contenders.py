@@ -44,13 +44,22 @@ def dtensor(folder: str, device: torch.device) -> Any:
     return parallelize_module(model, mesh, plan)
 
 
-def paraxis(folder: str, device: torch.device) -> Any:
+def paraxis(folder: str, device: torch.device, **options: Any) -> Any:
     """This project."""
     from paraxis import ParallelExecutionCtx, parallelize_model
 
     group = dist.group.WORLD
     assert group is not None
-    return parallelize_model(folder, ParallelExecutionCtx(group, device), show_progress=False)
+    ctx = ParallelExecutionCtx(group, device)
+    model = parallelize_model(folder, ctx, show_progress=False, **options)
+    planned = sum(ctx.timings.values())
+    model.known = {"plan": planned, "collectives": len(ctx.plan.collectives)}  # our collectives are no events of torch
+    return model
+
+
+def paraxis_compiled(folder: str, device: torch.device) -> Any:
+    """This project, with its local programs compiled by Inductor."""
+    return paraxis(folder, device, compile="inductor")
 
 
 CONTENDERS: dict[str, Callable[[str, torch.device], Any]] = {
@@ -58,6 +67,7 @@ CONTENDERS: dict[str, Callable[[str, torch.device], Any]] = {
     "transformers TP": transformers_tp,
     "DTensor by hand": dtensor,
     "paraxis": paraxis,
+    "paraxis, compiled": paraxis_compiled,
 }
 ALONE = ("one process",)
 """Those that run in a process of their own."""

@@ -25,11 +25,13 @@ from shapes import save
 HERE = Path(__file__).parent
 FIGURES = {
     "load": ("load, s", 1.0),
+    "plan": ("plan, s", 1.0),
     "first": ("first call, s", 1.0),
     "prefill": ("prefill of 512, ms", 1e3),
     "decode": ("per token, ms", 1e3),
     "training": ("training step of 128, ms", 1e3),
     "memory": ("peak memory per rank, MiB", 1.0),
+    "collectives": ("collectives per token", 1.0),
 }
 
 
@@ -94,7 +96,7 @@ def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
             continue
         cells = []
         for key, (_, scale) in FIGURES.items():
-            text = f"{result[key] * scale:.1f}" if scale == 1.0 and key != "memory" else f"{result[key] * scale:.0f}"
+            text = f"{result[key] * scale:.{1 if key in ('load', 'first', 'plan') else 0}f}" if key in result else ""
             if key in ("prefill", "decode", "training") and key in ours and name != "paraxis":
                 text += f" ({result[key] / ours[key]:.2f}×)"
             cells.append(text)
@@ -141,7 +143,7 @@ def plot(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
     for axis, key in zip(axes, ("decode", "prefill"), strict=True):
         for k, name in enumerate(CONTENDERS):
             heights = [results[shape][name].get(key, 0) * 1e3 for shape in results]
-            axis.bar([x + 0.2 * k for x in range(len(results))], heights, 0.18, label=name)
+            axis.bar([x + 0.16 * k for x in range(len(results))], heights, 0.15, label=name)
         axis.set_xticks([x + 0.3 for x in range(len(results))], list(results))
         axis.set_title(FIGURES[key][0])
     axes[0].legend(fontsize=8)

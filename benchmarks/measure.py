@@ -32,8 +32,10 @@ def main(name: str, folder: str) -> None:
     started = time.perf_counter()
     model = CONTENDERS[name](folder, device).eval()
     result: dict[str, Any] = {"contender": name, "load": time.perf_counter() - started}
+    result |= getattr(model, "known", {})
     with torch.no_grad():
         result |= generation(model, device)
+        result.setdefault("collectives", collectives(model, device))
     result |= training(model, device)
     result["memory"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if alone or dist.get_rank() == 0:
@@ -76,6 +78,17 @@ def generation(model: Any, device: torch.device) -> dict[str, Any]:
             tokens.append(seconds)
             decoded.append(int(token))
     return {"first": first, "prefill": min(prefills), "decode": median(tokens), "tokens": decoded[-TOKENS:]}
+
+
+def collectives(model: Any, device: torch.device) -> int:
+    """How many collectives a forward of one token has, as the profiler sees them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    token = torch.ones(1, 1, dtype=torch.int64, device=device)
+    model(token, use_cache=False)
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        model(token, use_cache=False)
+    return sum(event.name.startswith("c10d::") for event in found.events())
 
 
 def training(model: Any, device: torch.device) -> dict[str, Any]:

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "parallelize_model": "api",
     "plan_model": "planning",
+    "warm_up": "warming",
     "explain_plan": "explaining",
     "compare_plans": "comparing",
     "Machine": "solver",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .rules import register_rule
     from .sharded import ShardedTensor
     from .solver import ConstraintError, Machine
+    from .warming import warm_up
     from .weights.errors import CheckpointError
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models.compare import batch, context, parallel
+from models.compare import batch, context, parallel, reference
 from models.tiny import build, save
 from torch import nn
 
@@ -141,3 +141,26 @@ def test_a_module_with_weights(ranks: Any) -> None:
         assert found["same_object"] and found["sharded"] and max(found["differences"]) < 1e-4
         assert found["whole"] == {"Tensor"}
         assert found["cache"] == {("ShardedTensor", (2, 4, 10, 8), (2, 2, 10, 8))}
+
+
+def many_tokens(folder: str, **options: Any) -> tuple[int, int, list[int]]:
+    """How often was compiled to warm up, and then with prompts of other lengths and 200 tokens; the tokens."""
+    model, ctx = parallel(folder, **options)
+    ids, _ = batch(model.config.vocab_size)
+    assert paraxis.warm_up(model.eval(), batch_size=len(ids)) > 0
+    warm = ctx.compile_times
+    model.generate(torch.cat([ids] * 4, 1), max_new_tokens=3, do_sample=False)
+    tokens = model.generate(ids, max_new_tokens=200, do_sample=False, eos_token_id=None)
+    return warm, ctx.compile_times, tokens[:, ids.shape[1] :].tolist()
+
+
+def test_after_warming_up_nothing_is_compiled(ranks: Any, tmp_path: Any) -> None:
+    """Neither for other lengths of prompts nor while a cache grows."""
+    folder = save("llama-tied", tmp_path, num_hidden_layers=1, max_position_embeddings=256)
+    alone = reference(folder)
+    ids, _ = batch(alone.config.vocab_size)
+    expected = alone.generate(ids, max_new_tokens=200, do_sample=False, eos_token_id=None)[:, ids.shape[1] :].tolist()
+    for warm, later, tokens in ranks(2).run(many_tokens, folder):
+        assert 0 < warm == later and tokens == expected
+    with pytest.raises(ValueError, match="at least 3"):
+        paraxis.warm_up(alone, new_tokens=1)
