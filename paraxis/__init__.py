@@ -14,6 +14,8 @@ _EXPORTS = {
     "parallelize_model": "api",
     "plan_model": "planning",
     "warm_up": "warming",
+    "save_state": "weights.state",
+    "load_state": "weights.state",
     "explain_plan": "explaining",
     "compare_plans": "comparing",
     "Machine": "solver",
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from .solver import ConstraintError, Machine
     from .warming import warm_up
     from .weights.errors import CheckpointError
+    from .weights.state import load_state, save_state
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard as DTShard
 from torch.utils import _pytree as pytree
 
 from .core import ParameterMeta
+from .distributed.chunks import chunk_at, chunk_list, write_items
 from .distributed.random import RandomState
 from .distributed.redistribute import gather_box, slice_box, sum_copies
 from .placement import Placement, Replicate, Shard, local_shape
@@ -116,6 +117,17 @@ class ShardedTensor(torch.Tensor):
             whole = gather_box(self._local, self.placement, self.shape, self._spec.group).clone()
             whole[index] = value.full_tensor() if isinstance(value, ShardedTensor) else value
             self._local.copy_(slice_box(whole, self.placement, dist.get_rank(self._spec.group)))
+
+    # -- protocol of torch.distributed.checkpoint --------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return chunk_list(self)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return chunk_at(self, index.offset)
 
     # -- protocol of traceable wrapper subclasses --------------------------------------------------------------
 

@@ -26,6 +26,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from .alive import is_alive, machine
+
 BUDGET = 32 << 20
 """Bytes of shared memory for all slots of a group."""
 LINE = 64
@@ -130,7 +132,7 @@ class Host:
                 raise RuntimeError(f"rank {rank} did not arrive within {self.timeout:.0f} s")
             if now - looked > PATIENCE:
                 looked = now
-                if not _is_alive(self.processes[rank]):
+                if not is_alive(self.processes[rank]):
                     raise RuntimeError(f"rank {rank} (process {self.processes[rank]}) has ended")
             time.sleep(0 if now - began < 0.002 else 5e-5)
 
@@ -177,8 +179,7 @@ def _place() -> str:
     if os.environ.get("PARAXIS_SHARED_MEMORY", "1") == "0" or platform.machine() not in ("x86_64", "AMD64"):
         return ""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read() + os.readlink("/proc/self/ns/pid") + str(os.stat("/dev/shm").st_dev)
+        return machine() and machine() + str(os.stat("/dev/shm").st_dev)
     except OSError:
         return ""
 
@@ -196,11 +197,3 @@ def _map(path: str, size: int, create: bool) -> mmap.mmap | None:
         return None
     finally:
         os.close(file)
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False

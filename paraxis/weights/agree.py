@@ -8,6 +8,7 @@ device, works with every backend, and can tell *which* rank does not answer.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,20 +17,25 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..distributed.alive import is_alive, machine
+from ..errors import CollectiveError
 from .errors import CheckpointError
 
 DEFAULT_TIMEOUT = 1800.0
 """Seconds a rank waits for the others, where the caller does not say."""
+
+PATIENCE = 2.0
+"""Seconds between looks at whether the ranks that are waited for are still alive."""
 
 _FAILED_TIMEOUT = 60.0  # a rank that has failed itself waits no longer than this before it says so
 _rounds: dict[str, int] = {}  # how many exchanges each group has had; the same on all its ranks
 
 
 class _Unanswered(Exception):
-    """Some ranks did not answer in time."""
+    """Some ranks did not answer in time, or never will."""
 
-    def __init__(self, ranks: list[int]) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: list[int], ended: bool = False) -> None:
+        self.ranks, self.ended = ranks, ended
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:
@@ -50,6 +56,7 @@ class _Round:
         self.number = _rounds[self.name] = _rounds.get(self.name, 0) + 1
         self.global_ranks = dist.get_process_group_ranks(group)
         self.store = dist.distributed_c10d._get_default_store()
+        self.store.set(f"paraxis/process/{dist.get_rank()}", json.dumps([machine(), os.getpid()]))
 
     def _key(self, rank: int, number: int | None = None) -> str:
         return f"paraxis/{self.name}/{number or self.number}/{rank}"
@@ -58,14 +65,33 @@ class _Round:
         """Everybody's value (plain data), in the order of the ranks."""
         self.store.set(self._key(self.rank), json.dumps(value))
         keys = [self._key(rank) for rank in range(self.world)]
-        try:
-            self.store.wait(keys, timedelta(seconds=timeout))
-        except RuntimeError:  # also what a store says whose host has gone
-            raise _Unanswered(self._silent()) from None
+        self._wait(keys, time.monotonic() + timeout)
         values = [json.loads(self.store.get(key)) for key in keys]
         if self.number > 1:  # whoever is in this round has read all of the last one
             self.store.delete_key(self._key(self.rank, self.number - 1))
         return values
+
+    def _wait(self, keys: list[str], deadline: float) -> None:
+        """Until all keys are there; or until one never will be, since its rank has ended."""
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                self.store.wait(keys, timedelta(seconds=max(min(left, PATIENCE), 0.001)))
+                return
+            except RuntimeError:  # also what a store says whose host has gone
+                silent = self._silent()
+            ended = [rank for rank in silent if self._has_ended(rank)]
+            if ended or not silent or time.monotonic() >= deadline:
+                raise _Unanswered(ended or silent, bool(ended))
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether a rank has ended, as far as can be told: it must be on this machine and have said who it is."""
+        try:
+            key = f"paraxis/process/{rank}"
+            where, process = json.loads(self.store.get(key)) if self.store.check([key]) else ("", 0)
+        except RuntimeError:
+            return False
+        return bool(where) and where == machine() and not is_alive(process)
 
     def _silent(self) -> list[int]:
         try:
@@ -115,7 +141,7 @@ def agree(
     Raises:
         The error itself, on a rank that failed. On the others a :class:`CheckpointError` with the same
         message if it was one (a checkpoint is the same for everybody), else a ``RuntimeError`` that names the
-        rank. TimeoutError: If a rank does not answer; the message names it.
+        rank. TimeoutError: If a rank does not answer; CollectiveError: if it has ended. The message names it.
     """
     own = RuntimeError(f"{what}: {error}") if isinstance(error, str) else error
     if _alone(group):
@@ -158,8 +184,10 @@ def _text(own: BaseException, error: str | BaseException | None) -> str:
     return str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
 
 
-def _no_answer(silent: _Unanswered, what: str, timeout: float) -> TimeoutError:
+def _no_answer(silent: _Unanswered, what: str, timeout: float) -> Exception:
     who = f"rank {', '.join(map(str, silent.ranks))}" if silent.ranks else "another rank"
+    if silent.ended:
+        return CollectiveError(f"{what}: {who} has ended. Its own output says why.")
     return TimeoutError(
         f"{what}: {who} did not answer within {timeout:g} s. It has ended, hangs, or runs another program: "
         "all ranks of a group must call Paraxis alike. Its own output says more."

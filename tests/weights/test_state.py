@@ -1,0 +1,148 @@
+"""The state of a training run, saved by some ranks and resumed by others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models.compare import batch, parallel
+from models.tiny import save
+
+from paraxis import CheckpointError, load_state, save_state
+from paraxis.distributed.chunks import chunks
+from paraxis.placement import REPLICATE, Layout, Placement, Shard, local_index, local_shape
+from ranks import spawn_ranks
+
+PLACEMENTS: dict[str, tuple[Placement, tuple[int, ...]]] = {
+    "whole": (REPLICATE, (4, 6)),
+    "even": (Shard.of(0, Layout.even(8, 4)), (8, 3)),
+    "uneven": (Shard.of(1, Layout.even(10, 4)), (2, 10)),
+    "packed": (Shard.of(0, Layout.concat([(8, Layout.even(8, 4)), (4, Layout.even(4, 4))])), (12, 2)),
+    "copies": (Shard.of(0, Layout.even(6, 4, 3)), (6, 2)),
+    "packed with copies": (Shard.of(0, Layout.concat([(8, Layout.even(8, 4)), (4, Layout.even(4, 4, 2))])), (12, 2)),
+    "two dimensions": (Shard.of({0: Layout.even(6, 4, 3), 1: Layout.even(8, 4)}), (6, 8)),
+    "overlapping": (Shard.of(0, Layout.of(4, [[(0, 2)], [(1, 3)], [(2, 4)], [(0, 4)]])), (8, 2)),
+    "a number": (REPLICATE, ()),
+}
+
+
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_boxes_cover_every_element_that_is_held_once(kind: str) -> None:
+    placement, shape = PLACEMENTS[kind]
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    written = torch.zeros(shape, dtype=torch.int64)
+    for rank in range(4):
+        local = whole
+        for dim, ranges in enumerate(local_index(placement, shape, rank)):
+            local = torch.cat([local.narrow(dim, a, b - a) for a, b in ranges], dim)
+        seen = torch.zeros(local_shape(placement, shape, rank), dtype=torch.int64)
+        for chunk in chunks(placement, shape, rank):
+            there = tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            here = tuple(slice(a, a + n) for a, n in zip(chunk.within, chunk.sizes, strict=True))
+            assert torch.equal(whole[there], local[here])
+            seen[here] += 1
+            written[there] += chunk.owner == rank
+        assert bool((seen == 1).all())
+    held = torch.zeros(shape, dtype=torch.bool)
+    for rank in range(4):
+        for spans in product(*local_index(placement, shape, rank)):
+            held[tuple(slice(*span) for span in spans)] = True
+    assert torch.equal(written, held.long())
+
+
+def trainer(folder: str) -> tuple[Any, Any, Any]:
+    model, _ = parallel(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids, labels = batch(model.config.vocab_size)
+
+    def step() -> float:
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return model, optimizer, step
+
+
+def begins(folder: str, target: str) -> list[float]:
+    """Three steps, saved after two of them, and once more over the first."""
+    model, optimizer, step = trainer(folder)
+    step()
+    save_state(target, model, optimizer, step=1)
+    step()
+    save_state(target, model, optimizer, step=2, note=["any", {"plain": "data"}])
+    return [step(), step()]
+
+
+def resumes(folder: str, target: str) -> tuple[list[float], dict[str, Any]]:
+    model, optimizer, step = trainer(folder)
+    optimizer.param_groups[0]["lr"] = 1.0
+    extra = load_state(target, model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 1e-2 and isinstance(optimizer.param_groups[0]["betas"], tuple)
+    return [step(), step()], extra
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_other_ranks_go_on(ranks: Any, tmp_path: Path, name: str) -> None:
+    """Packed projections, and fewer heads of keys than ranks."""
+    folder = save(name, tmp_path / "model")
+    target = str(tmp_path / "state")
+    saved = ranks(4).run(begins, folder, target)[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "state"]
+    for world in (4, 2):
+        for losses, extra in ranks(world).run(resumes, folder, target):
+            assert extra == {"step": 2, "note": ["any", {"plain": "data"}]}
+            assert losses == pytest.approx(saved, abs=0 if world == 4 else 1e-5)
+
+
+def refuses(folder: str, other: str, empty: str, target: str) -> list[str]:
+    model, optimizer, _ = trainer(folder)
+    save_state(target, model)
+    messages = []
+    for source, given in ((empty, None), (target, optimizer), (target + "x", None)):
+        with pytest.raises(CheckpointError) as error:
+            load_state(source, model, given)
+        messages.append(str(error.value))
+    with pytest.raises(CheckpointError) as error:
+        load_state(target, parallel(other)[0])
+    return [*messages, str(error.value)]
+
+
+def test_what_is_no_state_of_the_model(ranks: Any, tmp_path: Path) -> None:
+    folder, other = save("llama", tmp_path / "a"), save("gpt2", tmp_path / "b")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "__0_0.distcp").write_bytes(b"half of it")
+    for half, without, nothing, wrong in ranks(2).run(refuses, folder, other, f"{tmp_path}/half", f"{tmp_path}/state"):
+        assert "no complete training state: there is only __0_0.distcp" in half
+        assert "saved without an optimizer" in without and "no such directory" in nothing
+        assert "not a state of this model; missing: model/transformer" in wrong
+
+
+def dies(folder: str, target: str) -> float:
+    """The last rank is killed while the state is written."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    model, optimizer, step = trainer(folder)
+    step()
+    save_state(target, model, optimizer, step=1)
+    if dist.get_rank() == 1:
+        FileSystemWriter.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign,return-value]
+    started = time.monotonic()
+    with pytest.raises(Exception, match=r"(?i)rank|peer|connection"):
+        save_state(target, model, optimizer, step=2)
+    return time.monotonic() - started
+
+
+def test_a_rank_that_is_killed_leaves_the_state_that_was(ranks: Any, tmp_path: Path) -> None:
+    folder, target = save("gpt2", tmp_path / "model"), str(tmp_path / "state")
+    results = spawn_ranks(2, dies, folder, target)
+    assert results[0].value < 15 and results[1].exit_code == -signal.SIGKILL
+    assert [extra for _, extra in ranks(2).run(resumes, folder, target)] == [{"step": 1}] * 2
