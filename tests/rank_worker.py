@@ -116,8 +116,9 @@ def _prepare_process(settings: dict[str, Any]) -> None:
     os.environ.update(
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world_size, LOCAL_WORLD_SIZE=world_size,
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(settings["port"]),
-        OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+        OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false",
     )  # fmt: skip
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     # On this signal, every thread's stack goes to the file: that is how a timeout can say where a rank hangs.
     faulthandler.register(signal.SIGUSR1, file=open(settings["stack_file"], "w"), all_threads=True)  # noqa: SIM115

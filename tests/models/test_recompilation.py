@@ -35,7 +35,7 @@ def initialized(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def test_the_same_seed_gives_the_same_model_on_any_number_of_ranks(ranks: Any, tmp_path: Any) -> None:
     folder = save("gpt2", tmp_path)
-    runs = {world: ranks(world).run(initialized, folder) for world in (1, 2, 4)}
+    runs = {world: ranks(world).run(initialized, folder) for world in (1, 4)}
     logits, weights = runs[1][0]
     assert logits.std() > 1e-3
     for results in runs.values():
