@@ -285,11 +285,13 @@ class Shard:
 
     layouts: tuple[tuple[int, Layout], ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash(self.layouts))
-
     def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined,no-any-return]
+        """Computed when first asked for: compilers trace the making of placements, and not all of them can hash."""
+        try:
+            return self._hash  # type: ignore[attr-defined,no-any-return]
+        except AttributeError:
+            object.__setattr__(self, "_hash", hash(self.layouts))
+            return self._hash  # type: ignore[attr-defined,no-any-return]
 
     @classmethod
     def of(cls, layouts: Mapping[int, Layout] | int, layout: Layout | None = None) -> Shard:

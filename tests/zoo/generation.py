@@ -84,7 +84,11 @@ def run(name: str, pool: RankPool, device: str) -> dict[str, Any]:
             with _building:
                 find(name).make().save_pretrained(folder)  # type: ignore[operator]
         except Exception as error:
-            return {"name": name, **dict.fromkeys(MODES, f"not built: {str(error).splitlines()[0]}")}
+            return {
+                "name": name,
+                **dict.fromkeys(MODES, "not built"),
+                MODES[0]: f"not built: {str(error).splitlines()[0]}",
+            }
         try:
             results = pool.run(check, name, folder, device, timeout=600)
         except Exception as error:
