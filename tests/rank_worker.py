@@ -199,6 +199,7 @@ def _clean_up() -> None:
         sys.modules["torch._dynamo"].reset()
     _reset_defaults()
     gc.collect()
+    gc.freeze()  # what is left stays: modules, mostly, which every later collection would go through again
 
 
 def _reset_defaults() -> None:
