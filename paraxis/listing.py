@@ -25,6 +25,7 @@ COLLECTIVES = {
     "all_gather": "gathered",
     "reduce_scatter": "scattered",
     "all_to_all": "exchanged",
+    "sum_together": "summed",
 }
 """What brings tensors of several ranks together, and what its result is called."""
 

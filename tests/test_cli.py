@@ -142,6 +142,14 @@ def test_as_few_ranks_as_fit(folder: str) -> None:
     assert never.exit_code == 1 and "no number of ranks up to" in never.stderr
 
 
+def test_a_page(folder: str, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    assert call("plan", folder, "--tp", "2", "--html", str(page)).exit_code == 0
+    assert "o_proj" in page.read_text() and "row-parallel" in page.read_text()
+    nowhere = call("plan", folder, "--tp", "2", "--html", str(tmp_path / "no" / "plan.html"))
+    assert nowhere.exit_code == 1 and "a directory that exists" in nowhere.stderr
+
+
 def test_bad_numbers_of_ranks(folder: str) -> None:
     assert call("plan", folder, "--tp", "0").exit_code == 2
     assert call("plan", folder, "--tp", "many").exit_code == 2

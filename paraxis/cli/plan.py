@@ -41,6 +41,7 @@ def command(
     context: Annotated[int | None, typer.Option(min=1, help="Tokens of each; without, no cache is counted.")] = None,
     train: Annotated[bool, typer.Option("--train", help="Count the memory of gradients and AdamW.")] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the plan to a file, for `diff`.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page with pictures to a file.")] = None,
     as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
@@ -49,6 +50,8 @@ def command(
     Examples: paraxis plan org/model --tp 8 --machine h100
 
     paraxis plan org/model --tp auto --gpu H100-80GB --batch 8 --context 8192
+
+    paraxis plan org/model --tp 8 --html plan.html
     """
     with told(debug):
         check_model(model)
@@ -56,14 +59,24 @@ def command(
         count = ranks_of(tp, gpu)
         if count is None and context is None:
             context = CONTEXT
-        from paraxis import Plan, plan_model
+        check_file(html)
+        from paraxis import Plan
+        from paraxis.memory import Sizes
+        from paraxis.planning import imagined
 
         quiet()
 
-        def planned(ranks: int) -> Plan:
-            return plan_model(model, ranks, batch=batch, context=context, train=train, **options)
+        def planned(ranks: int, page: Path | None = None) -> Plan:
+            with imagined(model, ranks, None, dict(options), Sizes(batch, context, train)) as found:
+                if page is not None:
+                    from paraxis.report import report
 
-        plan = planned(count) if count is not None else fewest(str(gpu), planned)
+                    page.write_text(report(found, model), encoding="utf-8")
+                return found.plan
+
+        plan = planned(count, html) if count is not None else fewest(str(gpu), planned)
+        if html is not None and count is None:
+            planned(plan.world_size, html)
         if save is not None:
             plan.save(str(save))
         if as_json:
@@ -79,6 +92,12 @@ def command(
             f"{'the cheapest plan there is' if plan.optimal else 'not proven to be the cheapest plan'}. "
             f"Planned in {sum(plan.timings.values()):.1f} s."
         )
+
+
+def check_file(path: Path | None) -> None:
+    """Say that a page cannot be written before the work is done."""
+    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+        raise ValueError(f"--html {str(path)!r}: give a file in a directory that exists")
 
 
 def ranks_of(text: str, gpu: str | None) -> int | None:

@@ -75,6 +75,8 @@ def _join(graph: Graph, first: Node, second: Node, waiting: list[Node]) -> None:
     with graph.inserting_before(second):
         joined = graph.call_function(sum_together, (first.args[0], second.args[0]))
         parts = [graph.call_function(_item, (joined, k)) for k in range(2)]
+    for part, node in zip((joined, *parts), (first, first, second), strict=True):
+        part.meta = {key: value for key, value in node.meta.items() if key != "sum"}
     first.replace_all_uses_with(parts[0])
     second.replace_all_uses_with(parts[1])
     last = second
