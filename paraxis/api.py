@@ -121,9 +121,25 @@ def _build(folder: Path, model_args: Sequence[Any], torch_dtype: Any, kwargs: Ma
     torch.set_default_dtype(model_config.dtype)
     try:
         with MetaAwareMethodsPatcher():
-            return model_cls(model_config, *model_args, **rest).eval()
+            model = model_cls(model_config, *model_args, **rest).eval()
     finally:
         torch.set_default_dtype(before)
+    _keep_precision(model, model_config.dtype)
+    return model
+
+
+def _keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give parameters and buffers the dtype that the model's class asks for, whatever the rest has."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    wanted = model._get_dtype_plan(dtype)  # type: ignore[operator]
+    if not wanted:
+        return
+    pattern, globs, _ = build_glob_alternation(list(wanted))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found = pattern.search(name)
+        if found is not None and found.lastgroup is not None and tensor.is_floating_point():
+            tensor.data = tensor.data.to(wanted[globs[found.lastgroup]])
 
 
 def build_on_meta(source: Any, torch_dtype: Any, kwargs: Mapping[str, Any]) -> nn.Module:
