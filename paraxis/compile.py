@@ -21,6 +21,7 @@ from .core import Config, ParallelExecutionCtx
 from .distributed.collectives import meet
 from .inductor import compile_local, options_of
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
+from .passes.appending import grow_in_place
 from .passes.replace import finish_plan, place_unused
 from .passes.solve import RESULT, Solved
 from .plan import Plan
@@ -44,6 +45,8 @@ def parallelize_backend(
     local = run_pipeline(graph_module, example_inputs, ctx, config)
     ctx.compile_times += 1
     if config.compile is None:
+        if not torch.is_grad_enabled():
+            grow_in_place(local)
         return local
     meet(ctx.tp_group, ctx.current_device)
     options = options_of(config.mode, ctx.tp_group, ctx.current_device)
