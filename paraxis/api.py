@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -22,9 +23,10 @@ from .weights.agree import exchange, together
 from .weights.convert import find_conversions
 from .weights.errors import CheckpointError
 from .weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
-from .weights.init import as_the_model_does, left_out
+from .weights.init import as_the_model_does, left_out, new_head
 from .weights.load import load_buffers
 from .weights.materialize import checksums
+from .weights.same import check_same_files
 from .weights.weight_map import check_checkpoint, collect_weight_map, header_of, match_parameters
 
 
@@ -83,7 +85,10 @@ def parallelize_model(
             _meta(parameter).source = None
     if folder is not None and not skip_load_weights:
         with together(parallel_ctx.tp_group, "checking the checkpoint"):
-            _map_weights(parallelized, folder, parallel_ctx)
+            made_up = _map_weights(parallelized, folder, parallel_ctx)
+        check_same_files(folder, parallel_ctx.weight_map.values(), parallel_ctx.tp_group)
+        if made_up and parallel_ctx.rank == 0:
+            warnings.warn(_not_trained(made_up, folder), stacklevel=2)
     _check_same_weights(parallel_ctx)
     call = CompiledCall(parallelized, parallel_ctx, config)
     make_plan(call, parallel_ctx, config, examples)
@@ -181,14 +186,19 @@ def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module
     return model
 
 
-def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx) -> None:
-    """Match parameters with tensors of the checkpoint and check them all, from the headers alone."""
+def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx) -> list[str]:
+    """Match parameters with tensors of the checkpoint and check them all, from the headers alone.
+
+    Returns the parameters that a checkpoint of the base model alone does not have: they are initialized.
+    """
     ctx.weight_map = collect_weight_map(folder)
     prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
     keys = match_parameters(ctx.param_cache, tied, ctx.weight_map, prefix, model)
     ctx.conversions = find_conversions(ctx.param_cache, tied, header_of(ctx.weight_map), ctx.weight_map, prefix, model)
     stored = {*keys, *(name for conversion in ctx.conversions for name in conversion.targets)}
-    unsaved = left_out(model, [name for name in ctx.param_cache if name not in stored])
+    absent = [name for name in ctx.param_cache if name not in stored]
+    made_up = new_head(model, absent, stored)
+    unsaved = [*left_out(model, absent), *made_up]
     for name in unsaved:
         _meta(ctx.param_cache[name]).init_fn = as_the_model_does(model, name)
     expected = {name: p for name, p in ctx.param_cache.items() if name not in unsaved}
@@ -196,6 +206,16 @@ def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx) -> N
     for name, key in keys.items():
         _meta(ctx.param_cache[name]).mapping = {HashableSlice(): ParameterSlice(source=key)}
     load_buffers(model, ctx.weight_map, prefix)
+    return made_up
+
+
+def _not_trained(names: list[str], folder: Path) -> str:
+    some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    verb = "is" if len(names) == 1 else "are"
+    return (
+        f"{str(folder)!r} holds the base model alone: {some} {verb} not in it and will be "
+        "initialized at random. Train the model before you use what it gives."
+    )
 
 
 def _check_same_weights(ctx: ParallelExecutionCtx) -> None:

@@ -176,6 +176,7 @@ class Config:
         gather_outputs: Whether tensors returned to the caller are made whole.
         init_seed: Seed of the initialization of weights; ``None`` takes torch's current seed of the first rank.
         show_progress: Show a progress bar while loading, on the first rank.
+        check_finite: Look for NaN and infinity in the weights that are loaded, and warn of them by name.
         plan_by_blocks: Plan a deep model by its first blocks where the others are like them.
         pipeline: The passes to run; by default those of ``build_parallel_pass_pipeline()``.
         sync_timeout: Seconds the ranks wait for one another before a compilation is given up as diverged.
@@ -194,6 +195,7 @@ class Config:
     gather_outputs: bool = True
     init_seed: int | None = None
     show_progress: bool = True
+    check_finite: bool = False
     plan_by_blocks: bool = True
     pipeline: PassPipeline | None = None
     sync_timeout: float = 120.0

@@ -89,6 +89,21 @@ def left_out(model: nn.Module, names: Iterable[str]) -> list[str]:
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
+def new_head(model: nn.Module, absent: list[str], stored: set[str]) -> list[str]:
+    """Those of the absent parameters that lie outside the base model, if the checkpoint has all of that and no more.
+
+    That is how a pretrained model gets a new head. If anything of the base model is absent, or a part of the head is
+    there, the checkpoint is not complete.
+    """
+    prefix = f"{getattr(model, 'base_model_prefix', '') or ' '}."
+    optional = set(left_out(model, absent))
+    outside = [name for name in absent if not name.startswith(prefix) and name not in optional]
+    inside = [name for name in absent if name.startswith(prefix) and name not in optional]
+    if inside or not outside or not stored or any(not name.startswith(prefix) for name in stored):
+        return []
+    return outside
+
+
 def as_the_model_does(model: Any, name: str) -> Callable[[torch.Tensor], Any]:
     """A function that fills a tensor with what the model's own initialization gives the parameter of this name."""
     path, _, leaf = name.rpartition(".")

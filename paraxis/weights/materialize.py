@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 
 import torch
 from torch import nn
 
 from ..core import Config, ParallelExecutionCtx, ParameterMeta
 from ..sharded import ShardedTensor
-from .agree import together
+from .agree import exchange, together
 from .init import common_seed, initialize_parameters
 from .load import load_converted, load_parameters, slice_parameters
 
@@ -36,6 +37,17 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
         load_converted(pending, ctx.conversions, ctx.weight_map, ctx.rank, device, progress)
         rest = {name: p for name, p in pending.items() if name not in {*own, *stored, *converted}}
         initialize_parameters(rest, config.weight_init_fn, seed, ctx.rank, device)
+    if config.check_finite:
+        _warn_of_non_finite(pending, ctx)
+
+
+def _warn_of_non_finite(parameters: dict[str, nn.Parameter], ctx: ParallelExecutionCtx) -> None:
+    """On the first rank, of what any rank has found. A collective."""
+    found = [n for n, p in parameters.items() if not bool(torch.isfinite(p._local).all())]  # type: ignore[attr-defined]
+    names = sorted({name for names in exchange(ctx.tp_group, found, "looking for NaN") for name in names})
+    if names and ctx.rank == 0:
+        some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        warnings.warn(f"NaN or infinity in the weights of {some}", stacklevel=2)
 
 
 def _meta(parameter: nn.Parameter) -> ParameterMeta:
