@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
         _warn_of_non_finite(pending, ctx)
 
 
-def _warn_of_non_finite(parameters: dict[str, nn.Parameter], ctx: ParallelExecutionCtx) -> None:
+def _warn_of_non_finite(parameters: Mapping[str, nn.Parameter], ctx: ParallelExecutionCtx) -> None:
     """On the first rank, of what any rank has found. A collective."""
     found = [n for n, p in parameters.items() if not bool(torch.isfinite(p._local).all())]  # type: ignore[attr-defined]
     names = sorted({name for names in exchange(ctx.tp_group, found, "looking for NaN") for name in names})
