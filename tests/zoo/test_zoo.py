@@ -13,7 +13,6 @@ from zoo.table import page
 
 TRANSFORMERS = {
     "mixtral": 2,  # fused experts, saved one by one
-    "gpt_oss": 2,  # interleaved gate and up, attention sinks, biases of experts
     "deepseek_v3": 2,  # latent attention, groups of experts
     "bamba": 2,  # a selective scan, depthwise convolution, a state written in place; attention beside it
     "qwen3_next": 2,  # linear attention beside full attention
