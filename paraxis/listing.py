@@ -79,7 +79,7 @@ class _Listing:
         """The module that a line belongs to; what moves a tensor belongs to the one that made it."""
         while "nn_module_stack" not in node.meta and node.all_input_nodes:
             node = node.all_input_nodes[0]
-        place = _module(node)
+        place = module_of(node)
         # a layer is a line of the module that calls it
         return place.rpartition(".")[0] if node.op == "call_module" and place == str(node.target) else place
 
@@ -112,7 +112,7 @@ class _Listing:
             shape = ", ".join(map(str, local_shape(placements[0], tuple(value.shape), self.ctx.rank)))
             parts.append(f"{str(value.dtype).removeprefix('torch.')}[{shape}] {_words(placements[0])}".strip())
         if moved:
-            why = self.reasons.get((str(getattr(node.target, "__name__", "")), _module(source)), "")
+            why = self.reasons.get((str(getattr(node.target, "__name__", "")), module_of(source)), "")
             parts.append(f"<== COLLECTIVE{': ' + why if why else ''}")
         if node.op == "call_module":
             known = self.planned.plan.parameters.get(f"{node.target}.weight")
@@ -157,7 +157,7 @@ class _Listing:
         ]
 
 
-def _module(node: Node) -> str:
+def module_of(node: Node) -> str:
     """The module a node came from, as the user names it."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return re.sub(r"^L\[[^]]*\]\.?", "", str(stack[-1][0])) if stack else ""

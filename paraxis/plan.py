@@ -85,17 +85,17 @@ class Memory:
         return cls(**{name: value for name, value in data.items() if name != "total"})
 
     def __str__(self) -> str:
-        parts = [f"parameters {_short(self.parameters)}", f"buffers {_short(self.buffers)}"]
+        parts = [f"parameters {size_text(self.parameters)}", f"buffers {size_text(self.buffers)}"]
         if self.cache is not None:
-            parts.append(f"cache {_short(self.cache)} ({self.batch} × {self.context} tokens)")
+            parts.append(f"cache {size_text(self.cache)} ({self.batch} × {self.context} tokens)")
         elif self.unknown:
             parts.append(f"cache not known ({self.unknown})")
         if self.gradients:
-            parts += [f"gradients {_short(self.gradients)}", f"AdamW {_short(self.optimizer)}"]
-        return f"{_short(self.total)} per rank without activations: {', '.join(parts)}"
+            parts += [f"gradients {size_text(self.gradients)}", f"AdamW {size_text(self.optimizer)}"]
+        return f"{size_text(self.total)} per rank without activations: {', '.join(parts)}"
 
 
-def _short(size: float) -> str:
+def size_text(size: float) -> str:
     for unit in ("bytes", "kB", "MB", "GB"):
         if size < 1000 or unit == "GB":
             return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} {unit}"
@@ -287,6 +287,13 @@ def _grouped(items: list[tuple[str, str]]) -> list[tuple[str, str]]:
 def pattern_of(name: str) -> str:
     """A name with its numbers left open: what repeated blocks have in common."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def block_of(name: str) -> str:
+    """The outermost numbered module of a name; empty if there is none."""
+    parts = name.split(".")
+    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbered[0] + 1]) if numbered else ""
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -37,7 +37,7 @@ def _mean(values: list[float], default: float) -> float:
     return sum(values) / len(values) if values else default
 
 
-def svg(section: Section, name: str) -> str:
+def svg(section: Section) -> str:
     """The picture as SVG; every box has the number of its step."""
     rows = rows_of(section)
     widest = max((len(row) for row in rows), default=1)
@@ -74,7 +74,7 @@ def svg(section: Section, name: str) -> str:
         parts.append(f'<path class="flow {splits[source]}" d="{path}" marker-end="url(#tip)"/>')
     for step in section.steps:
         x, y, _ = centre[step.number]
-        parts.append(_box(step, x - WIDTH / 2, y, name))
+        parts.append(_box(step, x - WIDTH / 2, y))
     for step in section.given:
         x, y, _ = centre[step.number]
         text = step.title if step.kind != "collective" else f"{step.module.rpartition('.')[2]}, {step.title}"
@@ -87,7 +87,7 @@ def svg(section: Section, name: str) -> str:
     return "\n".join(parts)
 
 
-def _box(step: Step, x: float, y: float, name: str) -> str:
+def _box(step: Step, x: float, y: float) -> str:
     collective = step.kind == "collective"
     shape = "×".join(step.local)
     label = f"{step.title}: {step.kind}, {step.placement}" + (f", {shape} on this rank" if shape else "")

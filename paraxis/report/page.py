@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..plan import Memory, Plan, pattern_of
+from ..plan import Memory, Plan, pattern_of, size_text
 from ..planning import Planned
 from ..solver.machine import machine_of
 from .drawing import svg
@@ -36,7 +36,7 @@ def report(planned: Planned, title: str) -> str:
         "TITLE": escape(title),
         "RANKS": str(planned.plan.world_size),
         "SUMMARY": _summary(planned),
-        "PICTURES": "\n".join(_picture(section, i) for i, section in enumerate(sections)),
+        "PICTURES": "\n".join(map(_picture, sections)),
         "MEMORY": _memory(planned.plan),
         "LAYERS": _layers(planned.plan),
         "COLLECTIVES": _collectives(planned),
@@ -57,7 +57,7 @@ def _summary(planned: Planned) -> str:
     kinds = ", ".join(f"{n} {kind.replace('_', '-')}{'s' if n > 1 else ''}" for kind, n in plan.count().items())
     share = plan.communication / plan.seconds if plan.seconds else 0.0
     proven = "No plan is cheaper" if plan.optimal else "It is not proven that no plan is cheaper"
-    memory = f" That is {size(plan.memory.parameters)} of weights." if plan.memory is not None else ""
+    memory = f" That is {size_text(plan.memory.parameters)} of weights." if plan.memory is not None else ""
     return (
         f"<p>The model has {number(total)} parameters. Split over {plan.world_size} ranks, each holds "
         f"<b>{plan.sharded_fraction:.1%}</b> of them.{memory} One pass through the model has "
@@ -66,11 +66,11 @@ def _summary(planned: Planned) -> str:
     )
 
 
-def _picture(section: Section, index: int) -> str:
+def _picture(section: Section) -> str:
     times = f' <span class="count">× {section.count}</span>' if section.count > 1 else ""
     return (
         f'<figure><figcaption>{escape(section.title)}{times}</figcaption><div class="scroll">'
-        f"{svg(section, str(index))}</div></figure>"
+        f"{svg(section)}</div></figure>"
     )
 
 
@@ -82,18 +82,18 @@ def _memory(plan: Plan) -> str:
     shares = [(name, value) for name, value in shares if value]
     total = sum(value for _, value in shares) or 1
     bars = "".join(
-        f'<div class="share {name}" style="width:{value / total:.4%}" title="{name}: {size(value)}"></div>'
+        f'<div class="share {name}" style="width:{value / total:.4%}" title="{name}: {size_text(value)}"></div>'
         for name, value in shares
     )
     rows = "".join(
-        f'<tr><td><span class="dot {name}"></span>{name}</td><td class="n">{size(value)}</td>'
+        f'<tr><td><span class="dot {name}"></span>{name}</td><td class="n">{size_text(value)}</td>'
         f'<td class="n">{value / total:.1%}</td></tr>'
         for name, value in shares
     )
     cache = f" The cache is for {memory.batch} × {memory.context} tokens." if memory.cache is not None else ""
     return (
         f'<div class="bar" role="img" aria-label="Memory of one rank">{bars}</div>'
-        f'<table class="narrow"><tbody>{rows}<tr><th>one rank</th><th class="n">{size(total)}</th><th></th></tr>'
+        f'<table class="narrow"><tbody>{rows}<tr><th>one rank</th><th class="n">{size_text(total)}</th><th></th></tr>'
         f"</tbody></table><p>Of the fullest rank, without activations.{cache}</p>"
     )
 
@@ -137,7 +137,7 @@ def _collectives(planned: Planned) -> str:
         seconds = machine.collective(kind, moved, plan.world_size) if moved is not None else None
         cells = [kind.replace("_", "-"), where or "the model", str(count), "×".join(map(str, shape))]
         cells += [
-            size(moved) if moved is not None else "",
+            size_text(moved) if moved is not None else "",
             f"{seconds * 1e6:.1f} µs" if seconds is not None else "",
             reason,
         ]
@@ -205,7 +205,7 @@ def _details(step: Step, planned: Planned) -> dict[str, Any]:
         moved = _bytes(step.whole, step.dtype)
         if moved is not None:
             kind = step.title.split()[0].replace("-", "_")
-            found["moved"] = f"{size(moved)}, about {machine.collective(kind, moved, world) * 1e6:.1f} µs"
+            found["moved"] = f"{size_text(moved)}, about {machine.collective(kind, moved, world) * 1e6:.1f} µs"
     return found
 
 
@@ -249,14 +249,6 @@ def _bytes(shape: Any, dtype: str) -> int | None:
     if not all(n.isdigit() for n in sizes):
         return None
     return prod(int(n) for n in sizes) * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-
-
-def size(value: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if value < 1000 or unit == "GB":
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.3g} {unit}"
-        value /= 1000
-    raise AssertionError
 
 
 def number(value: float) -> str:

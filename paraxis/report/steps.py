@@ -7,15 +7,15 @@ once.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from ..listing import COLLECTIVES
+from ..listing import COLLECTIVES, module_of
 from ..placement import Partial, Placement, Replicate, Shard, local_shape
+from ..plan import block_of
 from ..planning import Planned
 from ..sharded import unwrap
 
@@ -175,15 +175,7 @@ def module_path(node: Node) -> str:
     """The module that a node comes from; what has none belongs where its first input does."""
     while not node.meta.get("nn_module_stack") and node.all_input_nodes:
         node = node.all_input_nodes[0]
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return re.sub(r"^L\[[^]]*\]\.?", "", str(stack[-1][0])) if stack else ""
-
-
-def block_of(path: str) -> str:
-    """The outermost numbered module of a path; empty if there is none."""
-    parts = path.split(".")
-    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbered[0] + 1]) if numbered else ""
+    return module_of(node)
 
 
 def sections_of(steps: list[Step], planned: Planned) -> list[Section]:

@@ -22,6 +22,7 @@ from torch import nn
 
 from ..core import ParallelExecutionCtx
 from ..distributed.redistribute import gather_box
+from ..plan import block_of
 from ..sharded import ShardedTensor
 from .agree import together
 from .errors import CheckpointError
@@ -154,7 +155,7 @@ def grouped(model: Any, state: State, original: bool) -> list[Group]:
         if found is not None and alike(found):
             groups.append(Group([name], found))
         else:
-            rest.setdefault(_block(name), []).append(name)
+            rest.setdefault(block_of(name), []).append(name)
     left: list[str] = []
     for names in rest.values():
         found = _tried(model, {n: state[n] for n in names}, original)
@@ -175,13 +176,6 @@ def _tried(model: Any, state: State, original: bool) -> State | None:
         return convert(model, state, original)
     except Exception:
         return None
-
-
-def _block(name: str) -> str:
-    """The outermost numbered module of a parameter."""
-    parts = name.split(".")
-    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbered[0] + 1]) if numbered else ""
 
 
 def split(groups: list[Group], max_shard_size: int | str) -> dict[str, list[str]]:
