@@ -53,9 +53,9 @@ zoo: venv
 generation: venv
 	cd tests && ../$(BIN)/python -m zoo.generation --page ../docs/results/generation.md
 
-# Checkpoints loaded and saved by ranks, compared bit by bit, on many architectures; a quarter of an hour.
+# Checkpoints loaded and saved by 2 and 4 ranks, compared bit by bit, on many architectures; half an hour.
 weights: venv
-	cd tests && ../$(BIN)/python -m zoo.weights --tp $(TP) --page ../docs/results/weights.md
+	cd tests && ../$(BIN)/python -m zoo.weights --state ../build/weights.jsonl --page ../docs/results/weights.md
 
 # Plans beside the hand-written ones of transformers; ten minutes.
 plans: venv

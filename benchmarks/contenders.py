@@ -52,8 +52,10 @@ def paraxis(folder: str, device: torch.device, **options: Any) -> Any:
     assert group is not None
     ctx = ParallelExecutionCtx(group, device)
     model = parallelize_model(folder, ctx, show_progress=False, **options)
+    reading = ctx.timings.pop("load")
     planned = sum(ctx.timings.values())
-    model.known = {"plan": planned, "collectives": len(ctx.plan.collectives)}  # our collectives are no events of torch
+    # our collectives are no events of torch
+    model.known = {"plan": planned, "reading": reading, "collectives": len(ctx.plan.collectives)}
     return model
 
 

@@ -101,7 +101,7 @@ class ParallelExecutionCtx:
         compile_times: How many graphs were compiled for execution.
         plan: The solved plan, once there is one.
         planning: Whether the plan is still being made: graphs that are compiled now add to it.
-        timings: Seconds spent in each stage: capture, decompose, search, rewrite.
+        timings: Seconds spent in each stage: capture, decompose, search, rewrite, load.
         aliases: For parameters that several modules share: all their names, by the first.
         repeats: How many parameters of the model one that is planned stands for, where blocks are planned once.
     """
@@ -177,6 +177,7 @@ class Config:
         init_seed: Seed of the initialization of weights; ``None`` takes torch's current seed of the first rank.
         show_progress: Show a progress bar while loading, on the first rank.
         check_finite: Look for NaN and infinity in the weights that are loaded, and warn of them by name.
+        plan: A plan to run by instead of making one: a :class:`paraxis.Plan` or a file with one.
         plan_by_blocks: Plan a deep model by its first blocks where the others are like them.
         pipeline: The passes to run; by default those of ``build_parallel_pass_pipeline()``.
         sync_timeout: Seconds the ranks wait for one another before a compilation is given up as diverged.
@@ -196,6 +197,7 @@ class Config:
     init_seed: int | None = None
     show_progress: bool = True
     check_finite: bool = False
+    plan: Plan | str | os.PathLike[str] | None = None
     plan_by_blocks: bool = True
     pipeline: PassPipeline | None = None
     sync_timeout: float = 120.0

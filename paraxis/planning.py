@@ -17,6 +17,7 @@ from .capture.blocks import Repeated, find_repeated, only_first
 from .capture.trace import no_collection
 from .compile import CompiledCall, plan_in_pieces, run_pipeline
 from .core import Config, ParallelExecutionCtx
+from .given import use_plan
 from .inputs import SIZES, example_call
 from .memory import Kinds, Sizes, kept_tensors, memory_of
 from .meta import tied_names
@@ -40,10 +41,17 @@ def make_plan(
     A deep model is planned by its first blocks where the others are like them. One that cannot be captured as one graph
     is planned by running it: each of its graphs is solved, and its parameters are loaded, when it is met.
 
+    With ``config.plan`` there is nothing to capture or to solve.
+
     Returns the solution of the model's graph, if it is one, and the blocks that were left out of it.
     """
-    args, kwargs = example_call(call.module, examples, ctx.current_device, config.objective)
     ctx.aliases = tied_names(call.module)
+    if config.plan is not None:
+        use_plan(config.plan, ctx)
+        if load:
+            materialize_parameters(ctx, config)
+        return None, []
+    args, kwargs = example_call(call.module, examples, ctx.current_device, config.objective)
     check_names(parse(config.constraints), {name: ctx.aliases.get(name, [name]) for name in ctx.param_cache})
     if not load:
         passes = config.pipeline or build_parallel_pass_pipeline()

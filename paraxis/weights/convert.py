@@ -1,7 +1,7 @@
 """Parameters that a checkpoint stores in another form: one tensor per expert, packed, split or transposed.
 
-transformers knows how to convert each of them and does it here too; what is ours is to know from the headers alone
-which parameters come of it and whether they fit, and to do one conversion at a time.
+transformers knows how to convert each of them, and its recipes are used here too; what is ours is to know from the
+headers alone which parameters come of it and whether they fit, and to read only what a rank's shard is made of.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from .names import CheckpointNames
+from .parts import Fill, Index, TracedRecipe
 
 Read = Callable[[str], torch.Tensor]
 
@@ -31,6 +32,7 @@ class Conversion:
         sources: The keys of the checkpoint, by the recipe's patterns, in order.
         targets: The parameters and the shapes they get, or nothing if the recipe fails on these tensors.
         error: Why it fails.
+        traced: The recipe, for parts of its results.
     """
 
     first: str
@@ -40,6 +42,7 @@ class Conversion:
     sources: dict[str, list[str]] = field(default_factory=dict)
     targets: dict[str, tuple[int, ...]] = field(default_factory=dict)
     error: str = ""
+    traced: TracedRecipe | None = None
 
     @property
     def keys(self) -> list[str]:
@@ -55,6 +58,11 @@ class Conversion:
         results = converter.convert(self.first, model=self.model, config=getattr(self.model, "config", None))
         whole = {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
         return {located: value for name, value in whole.items() if (located := self.locate(name)) is not None}
+
+    def fill(self, out: torch.Tensor, name: str, index: Index, fill: Fill) -> None:
+        """Write the part ``index`` of a parameter into ``out``, reading only the parts it is made of with ``fill``."""
+        assert self.traced is not None, self.error
+        self.traced.fill(out, name, index, fill)
 
     def problems(self, params: Mapping[str, torch.Tensor]) -> list[str]:
         """A line for each parameter that it does not fit."""
@@ -106,8 +114,8 @@ def find_conversions(
         conversion.sources.setdefault(pattern, []).append(key)
     for conversion in found.values():
         try:
-            whole = conversion.run(shapes)
-            conversion.targets = {name: tuple(value.shape) for name, value in whole.items()}
+            conversion.traced = TracedRecipe(conversion.run, {key: shapes(key) for key in conversion.keys})
+            conversion.targets = conversion.traced.shapes
         except Exception as error:
             conversion.error = f"{type(error).__name__}: {error}"
             conversion.targets = {conversion.first: ()}

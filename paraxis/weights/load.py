@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import prod
 from typing import Any
 
@@ -18,10 +21,12 @@ from ..placement import Placement, Ranges, Shard, local_index, local_shape
 from ..sharded import ShardedTensor, materialize
 from .convert import Conversion
 from .errors import CheckpointError
-from .weight_map import match_parameters, open_file
+from .parts import Index
+from .weight_map import OpenFiles, match_parameters, open_file
 
 # A box of more pieces than this is read with what lies between them: one large read beats many small ones.
 _MAX_PIECES = 128
+_MOST_THREADS = 4
 
 
 def load_shard(
@@ -45,12 +50,19 @@ def load_shard(
         device: Where to put it.
     """
     shard = torch.empty(local_shape(placement, shape, rank), dtype=dtype, device=device)
-    if shard.numel() == 0:
-        return shard
-    if not shape:
-        return shard.copy_(handle.get_tensor(key))
-    stored, index = handle.get_slice(key), local_index(placement, shape, rank)
-    origin = (0,) * len(shape)
+    fill_part(shard, handle, key, tuple(local_index(placement, shape, rank)))
+    return shard
+
+
+def fill_part(out: torch.Tensor, handle: Any, key: str, index: Index) -> None:
+    """Read the part ``index`` of tensor ``key`` in an open safetensors file into ``out``."""
+    if out.numel() == 0:
+        return
+    if not index:
+        out.copy_(handle.get_tensor(key))
+        return
+    stored: Any = handle.get_slice(key)
+    origin = (0,) * len(index)
     if prod(len(ranges) for ranges in index) > _MAX_PIECES:
         # The box around all pieces is read; the pieces are then taken from it in memory.
         origin = tuple(ranges[0][0] for ranges in index)
@@ -58,8 +70,7 @@ def load_shard(
     for piece in itertools.product(*(_pieces(ranges) for ranges in index)):
         there = tuple(slice(a - o, b - o) for (a, b, _), o in zip(piece, origin))
         here = tuple(slice(start, start + b - a) for a, b, start in piece)
-        shard[here].copy_(stored[there])
-    return shard
+        out[here].copy_(stored[there])
 
 
 def _pieces(ranges: Ranges) -> list[tuple[int, int, int]]:
@@ -79,7 +90,7 @@ def load_parameters(
     device: torch.device,
     progress: bool = False,
 ) -> None:
-    """Give every parameter in ``keys`` its shard from the checkpoint. Goes file by file, opening each once.
+    """Give every parameter in ``keys`` its shard from the checkpoint, file by file.
 
     Args:
         params: Planned sharded parameters by name.
@@ -89,20 +100,35 @@ def load_parameters(
         device: Where the shards go.
         progress: Show a progress bar.
     """
-    by_file: dict[str, list[str]] = {}
-    for name, key in keys.items():
-        by_file.setdefault(weight_map[key], []).append(name)
     total = sum(_shard_bytes(params[name], rank) for name in keys)
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress)
-    with bar:
-        for file in sorted(by_file):
-            with open_file(file) as handle:
-                for name in by_file[file]:
-                    param, meta = params[name], _meta_of(params[name])
-                    assert meta.placement is not None
-                    shard = load_shard(handle, keys[name], meta.placement, meta.shape, rank, meta.dtype, device)
-                    _finish(param, meta, shard, rank, keys[name])
-                    bar.update(shard.nbytes)
+
+    def load(name: str) -> int:
+        param, meta = params[name], _meta_of(params[name])
+        assert meta.placement is not None
+        handle = files[weight_map[keys[name]]]
+        shard = load_shard(handle, keys[name], meta.placement, meta.shape, rank, meta.dtype, device)
+        _finish(param, meta, shard, rank, keys[name])
+        return shard.nbytes
+
+    with bar, OpenFiles() as files, _workers() as each:
+        for size in each(load, sorted(keys, key=lambda name: weight_map[keys[name]])):
+            bar.update(size)
+
+
+@contextmanager
+def _workers() -> Iterator[Callable[..., Iterable[int]]]:
+    """A ``map`` over as many threads as this rank has cores, and no more than a few: while one waits for a file, or for
+    a copy to a device, another reads. Values are read from mapped files straight to where they belong, so that threads
+    take no memory."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = min(_MOST_THREADS, cores // ranks)
+    if count <= 1:
+        yield map
+        return
+    with ThreadPoolExecutor(count, thread_name_prefix="paraxis-load") as pool:
+        yield pool.map
 
 
 def load_converted(
@@ -113,21 +139,19 @@ def load_converted(
     device: torch.device,
     progress: bool = False,
 ) -> None:
-    """Give every parameter that is stored in another form its shard. One conversion at a time is held whole."""
+    """Give every parameter that is stored in another form its shard, reading only what the shard is made of."""
+    needed = [(conversion, name) for conversion in conversions for name in conversion.targets if name in params]
+    with OpenFiles() as files:
 
-    def read(key: str) -> torch.Tensor:
-        with open_file(weight_map[key]) as handle:
-            return handle.get_tensor(key)
+        def fill(out: torch.Tensor, key: str, index: Index) -> None:
+            fill_part(out, files[weight_map[key]], key, index)
 
-    needed = [(c, [name for name in c.targets if name in params]) for c in conversions]
-    needed = [(conversion, names) for conversion, names in needed if names]
-    for conversion, names in tqdm(needed, desc="Converting weights", disable=not progress or not needed):
-        whole = conversion.run(read)
-        for name in names:
+        for conversion, name in tqdm(needed, desc="Converting weights", disable=not progress or not needed):
             meta = _meta_of(params[name])
             assert meta.placement is not None
-            part = slice_box(whole.pop(name), meta.placement, rank)
-            shard = torch.empty(part.shape, dtype=meta.dtype, device=device).copy_(part)
+            shape = local_shape(meta.placement, meta.shape, rank)
+            shard = torch.empty(shape, dtype=meta.dtype, device=device)
+            conversion.fill(shard, name, tuple(local_index(meta.placement, meta.shape, rank)), fill)
             _finish(params[name], meta, shard, rank, conversion.keys[0])
 
 

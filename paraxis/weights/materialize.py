@@ -26,7 +26,7 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
     if not pending:
         return
     seed = common_seed(config.init_seed, ctx.tp_group)
-    with together(ctx.tp_group, "loading the weights"):
+    with together(ctx.tp_group, "loading the weights"), ctx.timed("load"):
         device = ctx.current_device
         own = {name: p for name, p in pending.items() if _meta(p).source is not None}
         slice_parameters(own, ctx.rank, device)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -72,6 +73,26 @@ def open_file(path: str) -> Iterator[Any]:
         yield handle
 
 
+class OpenFiles:
+    """Safetensors files by path, each opened once, when it is first needed; closed together."""
+
+    def __init__(self) -> None:
+        self._open, self._stack, self._lock = dict[str, Any](), ExitStack(), Lock()
+
+    def __enter__(self) -> OpenFiles:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def __getitem__(self, path: str) -> Any:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = self._stack.enter_context(open_file(path))
+            return self._open[path]
+
+
 def collect_weight_map(folder: str | Path) -> dict[str, str]:
     """For every tensor in the checkpoint in ``folder``, the absolute path of the file it is in.
 
@@ -115,13 +136,22 @@ def _from_index(folder: Path, index: Path) -> dict[str, str]:
 
 def header_of(weight_map: Mapping[str, str]) -> Callable[[str], torch.Tensor]:
     """A function from keys of the checkpoint to tensors on ``meta`` of the stored shape and dtype."""
+    known: dict[str, dict[str, torch.Tensor]] = {}
 
     def header(key: str) -> torch.Tensor:
-        with open_file(weight_map[key]) as handle:
-            stored = handle.get_slice(key)
-            return torch.empty(stored.get_shape(), dtype=_DTYPES.get(stored.get_dtype(), torch.float32), device="meta")
+        file = weight_map[key]
+        if file not in known:
+            with open_file(file) as handle:
+                known[file] = {name: _described(handle.get_slice(name)) for name in handle.keys()}  # noqa: SIM118
+        if key not in known[file]:
+            raise CheckpointError(f"{key}: the index says it is in {Path(file).name!r}, where it is not")
+        return known[file][key]
 
     return header
+
+
+def _described(stored: Any) -> torch.Tensor:
+    return torch.empty(stored.get_shape(), dtype=_DTYPES.get(stored.get_dtype(), torch.float32), device="meta")
 
 
 def match_parameters(

@@ -92,47 +92,49 @@ def right(record: Record) -> bool:
     return "error" not in record and record["loaded"] < 1e-4 and record["saved"] < 1e-5 and not record["differing"]
 
 
-def page(records: list[Record], world: int) -> str:
+def page(records: dict[int, list[Record]]) -> str:
     import transformers
 
+    counts = ", ".join(f"{sum(map(right, r))} of {len(r)} right at {world} ranks" for world, r in records.items())
     lines = [
         "# Checkpoints there and back",
         "",
-        f"Tiny models with random weights: saved by plain transformers, parallelized over {world} ranks (*loaded*: the",
-        "largest difference of an output), saved by the ranks in several files, loaded by plain transformers again",
-        "(*saved*), stored tensors compared bit by bit. *Converted* parameters are stored in another form. Made by",
-        "`make weights`.",
+        "Tiny models with random weights: saved by plain transformers, parallelized (*loaded*: the largest difference",
+        "of an output), saved by the ranks in several files, loaded by plain transformers again (*saved*), stored",
+        "tensors compared bit by bit. *Converted* parameters are stored in another form. Made by `make weights`.",
         "",
         f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
-        f"{platform.python_version()}. {sum(map(right, records))} of {len(records)} right.",
+        f"{platform.python_version()}. {counts}.",
         "",
-        "| type | loaded | saved | converted | files | |",
-        "|---|---|---|---|---|---|",
+        "| type | ranks | loaded | saved | converted | files | |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for r in sorted(records, key=lambda r: r["name"]):
+    rows = [(r["name"], world, r) for world, several in records.items() for r in several]
+    for name, world, r in sorted(rows, key=lambda row: row[:2]):
         if "error" in r:
-            lines.append(f"| {r['name']} | | | | | {r['error'].splitlines()[0]} |")
+            lines.append(f"| {name} | {world} | | | | | {r['error'].splitlines()[0]} |")
             continue
         note = "right" if right(r) else f"WRONG {', '.join(r['differing'][:3])}"
-        lines.append(
-            f"| {r['name']} | {r['loaded']:.0e} | {r['saved']:.0e} | {r['converted']} | {r['files']} | {note} |"
-        )
+        figures = f"{r['loaded']:.0e} | {r['saved']:.0e} | {r['converted']} | {r['files']}"
+        lines.append(f"| {name} | {world} | {figures} | {note} |")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=TYPES, help="types, separated by commas")
-    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
     parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on ranks of its own")
     parser.add_argument("--state", type=Path, help="where to keep results as they come; it goes on from there")
     parser.add_argument("--page", type=Path, help="where to write the table")
     options = parser.parse_args()
-    records = in_turns(options.only.split(","), options.tp, work, jobs=options.jobs, state=options.state)
+    records: dict[int, list[Record]] = {}
+    for world in map(int, options.tp.split(",")):
+        records[world] = in_turns(options.only.split(","), world, work, jobs=options.jobs, state=options.state)
     if options.page:
         options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(page(records, options.tp))
-    return 0 if all(map(right, records)) else 1
+        options.page.write_text(page(records))
+    return 0 if all(right(r) for several in records.values() for r in several) else 1
 
 
 if __name__ == "__main__":
