@@ -6,12 +6,14 @@ import time
 import warnings
 from collections import Counter
 from inspect import signature
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from models.compare import context, gradient_errors
 
+from paraxis.placement import local_shape
 from zoo.cases import Case, find
 
 NEW_TOKENS = 5
@@ -174,6 +176,7 @@ def sharding(ctx: Any, model: Any) -> dict[str, Any]:
             Counter((c.kind, pattern(c.module), c.reason) for c in plan.collectives).items(), key=lambda item: item[0]
         ),
         "whole": [(name, reason) for name, reason in whole if len(plan.parameters[name].global_shape) > 1][:12],
+        "heaviest": heaviest(plan),
         "parameters": sum(numel.values()),
         "layers": depth(model),
         "gathered": sorted({reason for _, reason in plan.gathered}),
@@ -182,6 +185,22 @@ def sharding(ctx: Any, model: Any) -> dict[str, Any]:
         "optimal": plan.optimal,
         "rank": dist.get_rank(),
     }
+
+
+def heaviest(plan: Any) -> list[tuple[str, float, float]]:
+    """The kinds of parameters that keep a rank from having just its share of all elements: name, the part of such a
+    parameter that the fullest rank holds, and the part of the model's elements that it holds too many."""
+    total = sum(prod(p.global_shape) for p in plan.parameters.values())
+    found: dict[str, list[float]] = {}
+    for name, p in plan.parameters.items():
+        numel = prod(p.global_shape)
+        held = max(prod(local_shape(p.placement, p.global_shape, rank)) for rank in range(plan.world_size))
+        if numel:
+            entry = found.setdefault(pattern(name), [0.0, 0.0])
+            entry[0] = max(entry[0], held / numel)
+            entry[1] += (held - numel / plan.world_size) / total
+    ordered = sorted(found.items(), key=lambda item: -item[1][1])
+    return [(name, share, more) for name, (share, more) in ordered[:4] if more > 0]
 
 
 def pattern(name: str) -> str:

@@ -12,6 +12,7 @@ TYPES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "starc
     "exaone4",
     "mixtral",
     "qwen3_moe",
+    "apertus",
 )
 
 SETS = {

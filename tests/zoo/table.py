@@ -94,6 +94,11 @@ def _row(r: dict[str, Any]) -> str:
     tokens = {True: "exact", False: "**differ**"}.get(r.get("tokens"), "")
     collectives = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in r["collectives"].items())
     notes = [f"whole: {name}: {reason}" for name, reason in _grouped(r["whole"])[:3]]
+    if r["fraction"] > LIMITS.get(r["world"], 1.2 / r["world"]):
+        notes += [
+            f"{more:.1%} of the model more than a rank's share, for {share:.0%} of each {name} is on a rank"
+            for name, share, more in r.get("heaviest", [])[:3]
+        ]
     notes += _extra(r)[:4]
     notes += [f"several graphs: {reason[:160]}" for reason in r.get("breaks", [])[:1]]
     notes += [r[key][:120] for key in ("no_gradients", "no_tokens") if key in r]

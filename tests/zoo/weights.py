@@ -10,6 +10,7 @@ import argparse
 import platform
 import sys
 import tempfile
+import threading
 import warnings
 from datetime import date
 from pathlib import Path
@@ -61,18 +62,24 @@ def check(name: str, folder: str, target: str, size: int) -> dict[str, Any]:
     return {**found, "converted": len(ctx.conversions)}
 
 
+_building = threading.Lock()
+"""transformers changes how tensors are initialized while it loads, for all threads of the process."""
+
+
 def work(name: str, pool: RankPool) -> Record:
     """One type on all ranks of a pool."""
     with tempfile.TemporaryDirectory(prefix="zoo-") as place:
         source, target = f"{place}/source", f"{place}/target"
         try:
-            built = find(name).make()
-            built.save_pretrained(source)  # type: ignore[operator]
+            with _building:
+                built = find(name).make()
+                built.save_pretrained(source)  # type: ignore[operator]
             before = stored(source)
             size = sum(t.numel() * t.itemsize for t in before.values()) // 3
             results = pool.run(check, name, source, target, size, timeout=600)
-            again = type(built).from_pretrained(target, dtype=torch.float32).eval()  # type: ignore[attr-defined]
-            plain = type(built).from_pretrained(source, dtype=torch.float32).eval()  # type: ignore[attr-defined]
+            with _building:
+                again = type(built).from_pretrained(target, dtype=torch.float32).eval()  # type: ignore[attr-defined]
+                plain = type(built).from_pretrained(source, dtype=torch.float32).eval()  # type: ignore[attr-defined]
             inputs = find(name).inputs(plain)
             with torch.no_grad():
                 saved = differences(run(again, inputs), run(plain, inputs))
