@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 # Tests that need no ranks run beside those that do, which leave a core idle now and then.
 ALONE := tests/rules tests/solver tests/capture tests/kernels tests/passes tests/zoo/test_plans.py \
 	tests/weights/test_meta_init.py tests/weights/test_weight_map.py tests/test_explaining.py tests/test_inputs.py \
-	tests/test_placement.py tests/test_plan.py tests/test_report.py
+	tests/test_placement.py tests/test_plan.py tests/test_progress.py tests/test_report.py
 
 test: lint
 	@mkdir -p build; \

@@ -25,6 +25,7 @@ from .passes.appending import grow_in_place
 from .passes.replace import finish_plan, place_unused
 from .passes.solve import RESULT, Solved
 from .plan import Plan
+from .progress import stage
 from .sharded import ShardedTensor, UnplacedError, shard_gradient
 from .solver import Value
 from .weights import materialize_parameters
@@ -42,7 +43,9 @@ def parallelize_backend(
     Use it as ``torch.compile(model, fullgraph=True, backend=partial(parallelize_backend, ctx=ctx, config=config))``
     on a model whose parameters carry :class:`~paraxis.core.ParameterMeta`; :func:`parallelize_model` does all that.
     """
-    local = run_pipeline(graph_module, example_inputs, ctx, config)
+    shown = config.show_progress and ctx.rank == 0
+    with stage("Preparing the program for new inputs", shown and not ctx.planning):
+        local = run_pipeline(graph_module, example_inputs, ctx, config)
     ctx.compile_times += 1
     if config.compile is None:
         if not torch.is_grad_enabled():
@@ -50,7 +53,7 @@ def parallelize_backend(
         return local
     meet(ctx.tp_group, ctx.current_device)
     options = options_of(config.mode, ctx.tp_group, ctx.current_device)
-    with together(ctx.tp_group, "compiling the local program"):
+    with together(ctx.tp_group, "compiling the local program"), stage("Compiling with Inductor", shown):
         return compile_local(local, graph_module, _sharded_parameters(graph_module, ctx), options, ctx)
 
 

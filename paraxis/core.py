@@ -175,7 +175,7 @@ class Config:
         mode: Inductor's mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, ...
         gather_outputs: Whether tensors returned to the caller are made whole.
         init_seed: Seed of the initialization of weights; ``None`` takes torch's current seed of the first rank.
-        show_progress: Show a progress bar while loading, on the first rank.
+        show_progress: Show what is going on, and a bar while weights are loaded, on the first rank.
         check_finite: Look for NaN and infinity in the weights that are loaded, and warn of them by name.
         plan: A plan to run by instead of making one: a :class:`paraxis.Plan` or a file with one.
         plan_by_blocks: Plan a deep model by its first blocks where the others are like them.

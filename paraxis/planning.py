@@ -26,6 +26,7 @@ from .passes.alike import copies, own, spread
 from .passes.replace import finish_plan
 from .passes.solve import RESULT, Solved
 from .plan import Plan
+from .progress import stage
 from .solver.constraints import check_names, parse
 from .weights.agree import exchange, together
 from .weights.materialize import materialize_parameters
@@ -58,8 +59,8 @@ def make_plan(
         config = replace(
             config, pipeline=PassPipeline([p for p in passes if not isinstance(p, InitializeOrLoadWeightsPass)])
         )
-    obstacle = ""
-    with ctx.timed("capture"):
+    obstacle, shown = "", config.show_progress and ctx.rank == 0
+    with ctx.timed("capture"), stage("Capturing the model", shown):
         graph, repeated = _first_blocks(call.module, args, kwargs, ctx, config)
         if graph is None:
             graph, obstacle = _whole_model(call.module, args, kwargs, ctx, config)
@@ -68,7 +69,7 @@ def make_plan(
     ctx.planning = True
     ctx.repeats = copies(repeated, ctx.param_cache)
     try:
-        with torch.no_grad(), no_collection():
+        with torch.no_grad(), no_collection(), stage("Searching for a plan", shown):
             if graph is None:
                 plan_in_pieces(call, args, kwargs, ctx, obstacle)
             else:

@@ -96,7 +96,7 @@ def test_other_ranks_go_on(ranks: Any, tmp_path: Path) -> None:
     target = str(tmp_path / "state")
     saved = ranks(4).run(begins, folder, target)[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "state"]
-    for world in (4, 2):
+    for world in (4, 2, 8):
         for losses, extra in ranks(world).run(resumes, folder, target):
             assert extra == {"step": 2, "note": ["any", {"plain": "data"}]}
             assert losses == pytest.approx(saved, abs=0 if world == 4 else 1e-5)

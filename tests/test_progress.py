@@ -1,0 +1,47 @@
+"""A line while a person waits, and nothing where no person looks."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
+PROGRAM = """
+import time
+from paraxis.progress import stage
+with stage("Capturing the model"):
+    with stage("Searching"):
+        time.sleep(1.2)
+print("done")
+"""
+
+
+def shown(terminal: bool) -> str:
+    """What the program writes to standard error."""
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    if terminal:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    subprocess.run([sys.executable, "-c", PROGRAM], stderr=theirs, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    os.set_blocking(ours, False)
+    try:
+        return os.read(ours, 1 << 16).decode()
+    except BlockingIOError:
+        return ""
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+def test_on_a_terminal() -> None:
+    text = shown(terminal=True)
+    assert "Capturing the model 00:00" in text
+    assert "Searching 00:01" in text  # the clock runs
+    assert " " * 20 in text.rpartition("Capturing the model")[2]  # and the line is gone in the end
+
+
+def test_elsewhere() -> None:
+    assert shown(terminal=False) == ""
