@@ -47,9 +47,9 @@ def parallelize_backend(
     with stage("Preparing the program for new inputs", shown and not ctx.planning):
         local = run_pipeline(graph_module, example_inputs, ctx, config)
     ctx.compile_times += 1
+    if not torch.is_grad_enabled() and (config.compile is None or ctx.current_device.type == "cpu"):
+        grow_in_place(local, compiled=config.compile is not None)
     if config.compile is None:
-        if not torch.is_grad_enabled():
-            grow_in_place(local)
         return local
     meet(ctx.tp_group, ctx.current_device)
     options = options_of(config.mode, ctx.tp_group, ctx.current_device)

@@ -183,10 +183,18 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def _host(tensor: torch.Tensor, group: dist.ProcessGroup) -> Host | _TracedHost | None:
     """Shared memory, where gloo would carry a CPU tensor between processes of one machine."""
-    if tensor.device.type != "cpu" or torch.compiler.is_compiling() or _backend(group.group_name, "cpu") != "gloo":
+    if tensor.device.type != "cpu" or _backend(group.group_name, "cpu") != "gloo":
         return None
+    if torch.compiler.is_compiling():
+        return _TracedHost(group) if _meets(group.group_name) else None
     host = host_of(group)
     return _TracedHost(group) if host is not None and _traced() else host
+
+
+@torch.compiler.assume_constant_result
+def _meets(group_name: str) -> bool:
+    """Whether the ranks of a group meet in shared memory; :func:`meet` has seen to it before anything is traced."""
+    return host_of(_resolve_process_group(group_name)) is not None  # type: ignore[arg-type]
 
 
 _library = torch.library.Library("paraxis", "FRAGMENT")

@@ -20,8 +20,10 @@ LEAST = 64
 """Rows of room, at least; beyond that an eighth of the length."""
 
 
-def grow_in_place(module: GraphModule) -> int:
-    """Let concatenations that extend a cache do so in place; how many."""
+def grow_in_place(module: GraphModule, compiled: bool = False) -> int:
+    """Let concatenations that extend a cache do so in place; how many. ``compiled``: by an operator that a compiler
+    leaves alone."""
+    target = torch.ops.paraxis.append_rows.default if compiled else append
     count = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.cat.default):
         parts = node.args[0]
@@ -33,7 +35,7 @@ def grow_in_place(module: GraphModule) -> int:
         dim = node.args[1] if len(node.args) > 1 else 0
         if not isinstance(dim, int) or dim % 4 != 2:
             continue
-        node.target, node.args = append, (*parts, 2)
+        node.target, node.args = target, (*parts, *(() if compiled else (2,)))
         count += 1
     if count:
         module.recompile()
@@ -56,8 +58,12 @@ def _is_empty(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape) == (0,)
 
 
-def append(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
-    """``torch.cat([past, new], dim)``, in the memory of ``past`` if there is room behind it that nobody has."""
+def append(past: torch.Tensor, new: torch.Tensor, dim: int, rows_first: bool = False) -> torch.Tensor:
+    """``torch.cat([past, new], dim)``, in the memory of ``past`` if there is room behind it that nobody has.
+
+    With ``rows_first`` the rows lie one after the other, each with all batches and heads: how the result is laid out
+    does not depend on the room then.
+    """
     if torch.is_grad_enabled() and (past.requires_grad or new.requires_grad):
         return torch.cat([past, new], dim)
     length = past.shape[dim] if past.dim() > 1 else 0
@@ -65,18 +71,49 @@ def append(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
     size[dim] += length
     if length:
         memory = past.untyped_storage()
-        room = past.stride(dim - 1) // past.stride(dim) if past.stride(dim) else 0
-        if getattr(memory, "filled", None) == length and past.storage_offset() == 0 and size[dim] <= room:
-            result = past.as_strided(size, past.stride())
-            result.narrow(dim, length, new.shape[dim]).copy_(new)
-            memory.filled = size[dim]  # type: ignore[attr-defined]
-            return result
+        if getattr(memory, "filled", None) == length and past.storage_offset() == 0:
+            room = _room(past, dim, rows_first)
+            if size[dim] <= room:
+                result = past.as_strided(size, past.stride())
+                result.narrow(dim, length, new.shape[dim]).copy_(new)
+                memory.filled = size[dim]  # type: ignore[attr-defined]
+                return result
     rows = size[dim] + max(LEAST, size[dim] // 8)
     with torch.inference_mode(False):  # to be written to in any mode
-        buffer = torch.empty(*size[:dim], rows, *size[dim + 1 :], dtype=new.dtype, device=new.device)
-    result = buffer.narrow(dim, 0, size[dim])
+        outer, inner = size[:dim], size[dim + 1 :]
+        shape = (rows, *outer, *inner) if rows_first else (*outer, rows, *inner)
+        buffer = torch.empty(shape, dtype=new.dtype, device=new.device)
+    result = (buffer.movedim(0, dim) if rows_first else buffer).narrow(dim, 0, size[dim])
     if length:
         result.narrow(dim, 0, length).copy_(past)
     result.narrow(dim, length, new.shape[dim]).copy_(new)
     result.untyped_storage().filled = size[dim]  # type: ignore[attr-defined]
     return result
+
+
+def _room(past: torch.Tensor, dim: int, rows_first: bool) -> int:
+    """How many rows fit into the memory of a tensor, if it is laid out as wanted."""
+    if not rows_first:
+        return past.stride(dim - 1) // past.stride(dim) if past.stride(dim) else 0
+    if past.stride() != _strides(past):
+        return 0
+    return past.untyped_storage().nbytes() // past.element_size() // past.stride(dim)
+
+
+def _strides(like: torch.Tensor) -> tuple[int, int, int, int]:
+    """Those of a tensor [batch, heads, rows, features] whose rows lie one after the other."""
+    batch, heads, _, features = like.shape
+    return heads * features, features, batch * heads * features, 1
+
+
+def _appended(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """What the operator gives, without data."""
+    batch, heads, count, features = new.shape
+    length = past.shape[2] if past.dim() > 1 else 0
+    return new.new_empty_strided((batch, heads, length + count, features), _strides(new))
+
+
+_library = torch.library.Library("paraxis", "FRAGMENT")
+_library.define("append_rows(Tensor past, Tensor new) -> Tensor")
+_library.impl("append_rows", lambda past, new: append(past, new, 2, rows_first=True), "CPU")
+torch.library.register_fake("paraxis::append_rows", _appended, lib=_library)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from zoo.cases import find
 
 from paraxis import Config
 from paraxis.passes.grouped import attend_one, open_single_query_attention
@@ -73,6 +75,61 @@ def replaced() -> tuple[float, str]:
 def test_other_parameters_are_noticed(ranks: Any) -> None:
     for moved, message in ranks(2).run(replaced, timeout=300):
         assert moved == 0 and "illegal path for recompilation" in message
+
+
+def generated(folder: str) -> dict[str, Any]:
+    """Tokens of a compiled model with a growing cache, two conversations that go on from one, and what was called."""
+    from copy import deepcopy
+
+    from models.compare import parallel, reference
+    from torch.profiler import ProfilerActivity, profile
+    from transformers import DynamicCache
+
+    model, _ = parallel(folder, compile="inductor")
+    whole = reference(folder)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    tokens = [m.generate(ids, max_new_tokens=75, do_sample=False).tolist() for m in (model, whole)]
+    answers = []
+    with torch.no_grad():
+        for m in (model, whole):
+            cache = DynamicCache(config=m.config)
+            m(ids, past_key_values=cache)
+            both = [cache, deepcopy(cache)] if m is whole else [cache, _copy(cache, m.config)]
+            answers.append([m(torch.tensor([[t]]), past_key_values=c).logits for c, t in zip(both, (9, 10))])
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            model(ids[:, :1], past_key_values=cache_of(model, ids))
+    names = {event.name for event in seen.events()}
+    return {
+        "tokens": tokens[0] == tokens[1],
+        "off": max(float((a - b).abs().max()) for a, b in zip(*answers)),
+        "in memory": "paraxis::host_all_reduce" in names and not any(n.startswith("c10d::") for n in names),
+        "in place": "paraxis::append_rows" in names,
+    }
+
+
+def _copy(cache: Any, config: Any) -> Any:
+    """A second cache of the same tensors."""
+    from transformers import DynamicCache
+
+    other = DynamicCache(config=config)
+    for i, layer in enumerate(cache.layers):
+        other.update(layer.keys, layer.values, i)
+    return other
+
+
+def cache_of(model: Any, ids: torch.Tensor) -> Any:
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    return cache
+
+
+def test_generation(ranks: Any, tmp_path: Path) -> None:
+    find("gpt2").make().save_pretrained(tmp_path)  # type: ignore[operator]
+    for found in ranks(2).run(generated, str(tmp_path), timeout=600):
+        assert found["tokens"] and found["off"] < 1e-4
+        assert found["in memory"] and found["in place"]
 
 
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
 from paraxis.passes.appending import append, grow_in_place
+from paraxis.passes.appending import append as appended
 from paraxis.passes.rewrite import named
 
 aten = torch.ops.aten
@@ -16,19 +19,22 @@ def rows(count: int) -> torch.Tensor:
     return torch.randn(2, 3, count, 4)
 
 
-def test_like_a_concatenation_for_any_number_of_steps() -> None:
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_like_a_concatenation_for_any_number_of_steps(rows_first: bool) -> None:
     cache, whole, moved = torch.tensor([]), torch.empty(2, 3, 0, 4), 0
     for step in range(300):
         new = rows(7 if step == 0 else 1 + step % 3)
         before = cache.data_ptr()
-        cache, whole = append(cache, new, 2), torch.cat([whole, new], 2)
+        cache, whole = append(cache, new, 2, rows_first), torch.cat([whole, new], 2)
         moved += cache.data_ptr() != before
         assert torch.equal(cache, whole)
     assert moved < 20, "it has room for what comes"
 
 
-def test_what_was_returned_before_stays() -> None:
+@pytest.mark.parametrize("rows_first", [False, True])
+def test_what_was_returned_before_stays(rows_first: bool) -> None:
     """Two continuations of the same cache, and of a part of it."""
+    append = partial(appended, rows_first=rows_first)
     start = append(torch.tensor([]), rows(5), 2)
     kept = start.clone()
     first, second = rows(2), rows(2)
@@ -67,3 +73,14 @@ def test_only_caches(dim: int, kept: bool, expected: int) -> None:
     assert grow_in_place(module) == expected
     a, b = rows(5), rows(1) if dim == -2 else rows(5)
     assert torch.equal(module(a, b), torch.cat([a, b], dim))
+
+
+def test_the_operator_says_how_its_result_is_laid_out() -> None:
+    """What a compiler is told must be so, whatever the cache was."""
+    new = rows(2)
+    for past in (torch.tensor([]), rows(5), rows(5).transpose(0, 1).contiguous().transpose(0, 1), rows(9)[:, :, 1:4]):
+        told = torch.ops.paraxis.append_rows(past.to("meta"), new.to("meta"))
+        found = torch.ops.paraxis.append_rows(past, new)
+        again = torch.ops.paraxis.append_rows(found, new)  # in place
+        assert (found.shape, found.stride()) == (told.shape, told.stride()) and again.stride() == told.stride()
+        assert again.data_ptr() == found.data_ptr()
