@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv test lint format demo zoo generation weights plans bench clean
+.PHONY: venv test lint format demo zoo generation weights training plans bench loading clean
 
 venv: $(STAMP)
 
@@ -57,6 +57,10 @@ generation: venv
 weights: venv
 	cd tests && ../$(BIN)/python -m zoo.weights --state ../build/weights.jsonl --page ../docs/results/weights.md
 
+# Steps of AdamW beside the unsharded model, on many architectures; a quarter of an hour.
+training: venv
+	cd tests && ../$(BIN)/python -m zoo.training --state ../build/training.jsonl --page ../docs/results/training.md
+
 # Plans beside the hand-written ones of transformers; ten minutes.
 plans: venv
 	cd tests && ../$(BIN)/python -m zoo.plans --page ../docs/results/plans.md
@@ -66,6 +70,10 @@ SHAPES ?= llama,gpt2,mixtral
 bench: venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/generation.py --shapes $(SHAPES) --tp $(TP) --out docs/results
+
+# Checkpoints of over 2 GB, side by side with transformers; ten minutes.
+loading: venv
+	$(BIN)/python benchmarks/loading.py --out docs/results
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

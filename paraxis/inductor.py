@@ -37,6 +37,9 @@ LONG = {"realize_reads_threshold": 1}
 """For prompts: a sum that is used again is stored. Computing it anew reads all its terms: of the sums around a
 residual connection as many as there were since the last one stored."""
 
+UNCHECKED = {"assert_indirect_indexing": False}
+"""Without checks that indices are within bounds, in code for CPUs."""
+
 
 def options_of(mode: str | None, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """Inductor's options for a mode, without CUDA graphs where the ranks talk through the host's memory."""
@@ -86,6 +89,7 @@ def compile_local(
     its own for what is split and from a common one for what is not, which Inductor's generator cannot express.
     """
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.exc import CppCompileError, InductorError
 
     if any(node.meta.get("random") for node in program.graph.nodes):
         logging.getLogger("paraxis").info("a graph with random draws (dropout) is not compiled by Inductor")
@@ -118,7 +122,13 @@ def compile_local(
     if on_gpu and is_long(lifted.program.graph):
         patches |= LONG
     with tracing(TracingContext(fake_mode)):
-        compiled = compile_fx(lifted.program, examples, config_patches=patches)
+        try:
+            compiled = compile_fx(lifted.program, examples, config_patches=patches)
+        except InductorError as error:
+            if not isinstance(error.inner_exception, CppCompileError):
+                raise
+            # torch 2.11 writes checks of indices that name a variable it does not declare
+            compiled = compile_fx(lifted.program, examples, config_patches={**patches, **UNCHECKED})
     known = _KnownShards({i: x for i in lifted.inputs if isinstance(x := given[i], ShardedTensor)})
     if grad:
         return _caller(lifted, _kept(compiled) if graphs else compiled, known)

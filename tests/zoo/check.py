@@ -89,22 +89,23 @@ def in_double(case: Case, folder: str | None, device: str, model: Any, unsharded
     return {"double": result["gradients"], "rounding": max(rounding.values()), "rounded": rounded}
 
 
-def pair(case: Case, folder: str | None, device: str, dtype: torch.dtype | None = None) -> tuple[Any, Any, Any]:
-    """(parallel model, unsharded model, context)"""
+def pair(
+    case: Case, folder: str | None, device: str, dtype: torch.dtype | None = None, **options: Any
+) -> tuple[Any, Any, Any]:
+    """(parallel model, unsharded model, context); ``options`` are those of ``parallelize_model``."""
     from paraxis import parallelize_model
 
     ctx = context(device=device)
     if folder is None:
         unsharded = case.make().to(device, dtype)
         model = parallelize_model(
-            case.make().to(dtype), ctx, example_inputs=case.inputs(unsharded), show_progress=False
+            case.make().to(dtype), ctx, example_inputs=case.inputs(unsharded), show_progress=False, **options
         )
         return model, unsharded, ctx
     built = case.make()
     unsharded = type(built).from_pretrained(folder, dtype=dtype or torch.float32).to(device).eval()
     for name, parameter in unsharded.named_parameters():  # loading forgets which ones are fixed
         parameter.requires_grad_(built.get_parameter(name).requires_grad)
-    options: dict[str, Any] = {}
     if case.kind != "causal-lm":  # those are planned with inputs of our own making
         example = {k: v for k, v in case.inputs(unsharded).items() if k != "labels"}
         options["example_inputs"] = {

@@ -1,0 +1,208 @@
+"""``python -m zoo.training``: twenty steps of AdamW beside the unsharded model, on many architectures.
+
+In turn as they are, with gradients clipped, accumulated over two batches, with activation checkpointing, and split on
+the sequence. With dropout no two runs draw the same numbers, split or not; there two runs from one seed must agree with
+one another bit by bit, on all ranks, and differ from one without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import tempfile
+import threading
+import warnings
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ranks import RankPool
+from zoo.cases import find
+from zoo.check import pair
+from zoo.turns import Record, in_turns
+
+TYPES = (
+    "llama,gpt2,bloom,mixtral,gemma2,phi3,falcon,gptj,opt,mamba,bamba,qwen3_moe,deepseek_v3,stablelm,olmo2,t5*,"
+    "bert-mlm*,starcoder2,gpt_neox,granitemoe,gpt2+dropout,bert-mlm*+dropout,opt+dropout"
+)
+WAYS = ("plain", "clipped", "accumulated", "checkpointed", "sequence")
+STEPS = 20
+
+
+def batches(model: Any, case: Any, count: int) -> list[dict[str, Any]]:
+    """Inputs as the case has them, with other tokens in every batch."""
+    generator = torch.Generator().manual_seed(11)
+    found = []
+    for _ in range(count):
+        inputs = {key: value.clone() for key, value in case.inputs(model).items()}
+        for key in ("input_ids", "decoder_input_ids", "labels"):
+            if key in inputs:
+                ids = inputs[key]
+                drawn = torch.randint(
+                    3, min(250, model.config.get_text_config().vocab_size), ids.shape, generator=generator
+                )
+                inputs[key] = torch.where(ids == -100, ids, drawn)
+        found.append(inputs)
+    return found
+
+
+def train(model: Any, data: list[dict[str, Any]], way: str) -> list[float]:
+    """The loss of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, foreach=way != "clipped")
+    each, losses = (2 if way == "accumulated" else 1), []
+    for step in range(STEPS):
+        total = 0.0
+        for inputs in data[step * each : (step + 1) * each]:
+            loss = model(**inputs).loss / each
+            loss.backward()
+            total += float(loss)
+        if way == "clipped":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def prepared(name: str, folder: str, way: str) -> tuple[Any, Any]:
+    torch._dynamo.reset()
+    options = {"enable_sequence_parallel": True} if way == "sequence" else {}
+    model, unsharded, _ = pair(find(name), folder, "cpu", **options)
+    for each in (model, unsharded):
+        each.train()
+        set_dropout(each, 0.1 if way == "dropout" else 0.0)
+        if way == "checkpointed":
+            each.gradient_checkpointing_enable()
+    return model, unsharded
+
+
+def set_dropout(model: Any, p: float) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = p
+        for field in ("attention_dropout", "attn_dropout", "dropout", "dropout_p", "hidden_dropout"):
+            if isinstance(getattr(module, field, None), float):
+                setattr(module, field, p)
+
+
+def with_dropout(name: str, folder: str) -> dict[str, Any]:
+    """How far two runs from one seed are apart, and how far the first is from the unsharded model without dropout."""
+    runs = []
+    for _ in range(2):
+        model, unsharded = prepared(name, folder, "dropout")
+        torch.manual_seed(5)
+        runs.append(train(model, batches(unsharded, find(name), 2 * STEPS), "plain"))
+    set_dropout(unsharded, 0.0)
+    right = train(unsharded, batches(unsharded, find(name), 2 * STEPS), "plain")
+    apart = max(abs(a - b) for a, b in zip(*runs))
+    drawn = max(abs(a - b) for a, b in zip(runs[0], right))
+    return {
+        "losses": apart if drawn > 1e-3 else float("inf"),
+        "parameters": 0.0,
+        "worst": "",
+        "first": runs[0][0],
+        "last": runs[0][-1],
+        "all": runs[0],
+    }
+
+
+def check(name: str, folder: str, way: str) -> dict[str, Any]:
+    """On a rank: how far the losses and the parameters are off after all steps."""
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    if way == "dropout":
+        return with_dropout(name, folder)
+    model, unsharded = prepared(name, folder, way)
+    data = batches(unsharded, find(name), 2 * STEPS)
+    found, right = train(model, data, way), train(unsharded, data, way)
+    errors = {}
+    for (key, parameter), expected in zip(model.named_parameters(), unsharded.parameters()):
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        errors[key] = float((whole - expected).norm() / expected.norm().clamp(min=1e-6))
+    worst = max(errors, key=lambda key: errors[key])
+    return {
+        "losses": max(abs(a - b) for a, b in zip(found, right)),
+        "parameters": errors[worst],
+        "worst": worst,
+        "first": right[0],
+        "last": right[-1],
+    }
+
+
+_building = threading.Lock()
+
+
+def work(name: str, pool: RankPool) -> Record:
+    """One type on all ranks of a pool, in the way whose turn it is."""
+    kind, _, way = name.partition("+")
+    way = way or WAYS[TYPES.split(",").index(name) % len(WAYS) if name in TYPES.split(",") else 0]
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        try:
+            with _building:
+                find(kind).make().save_pretrained(folder)  # type: ignore[operator]
+            results = pool.run(check, kind, folder, way, timeout=900)
+        except Exception as error:
+            return {"name": name, "way": way, "error": f"{type(error).__name__}: {str(error)[:600]}"}
+    worst = max(results, key=lambda r: max(r["losses"], r["parameters"]))
+    if any(r.pop("all", None) != results[0].get("all") for r in results[::-1]):
+        worst["losses"] = float("inf")  # the ranks saw different losses
+    return {"name": name, "way": way, **worst}
+
+
+def right(record: Record) -> bool:
+    return "error" not in record and record["losses"] < 1e-4 and record["parameters"] < 1e-3
+
+
+def page(records: dict[int, list[Record]]) -> str:
+    import transformers
+
+    counts = ", ".join(f"{sum(map(right, r))} of {len(r)} right at {world} ranks" for world, r in records.items())
+    lines = [
+        "# Training beside the unsharded model",
+        "",
+        f"Tiny models with random weights, {STEPS} steps of AdamW in float32 on the same batches: the largest",
+        "difference of a loss (right: below 1e-4) and, at the end, of a parameter, relative to its norm (below 1e-3).",
+        "In turn as they are, with gradients clipped, accumulated over two batches, with activation checkpointing, and",
+        "split on the sequence. With dropout: the difference of two runs from one seed. Made by `make training`.",
+        "",
+        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
+        f"{platform.python_version()}. {counts}.",
+        "",
+        "| type | ranks | way | losses | parameters | loss, from and to | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = [(r["name"], world, r) for world, several in records.items() for r in several]
+    for name, world, r in sorted(rows, key=lambda row: row[:2]):
+        if "error" in r:
+            lines.append(f"| {name} | {world} | {r['way']} | | | | {r['error'].splitlines()[0]} |")
+            continue
+        note = "right" if right(r) else f"WRONG {r['worst']}"
+        figures = f"{r['losses']:.0e} | {r['parameters']:.0e} | {r['first']:.3f} {r['last']:.3f}"
+        lines.append(f"| {name} | {world} | {r['way']} | {figures} | {note} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default=TYPES, help="types, separated by commas")
+    parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on ranks of its own")
+    parser.add_argument("--state", type=Path, help="where to keep results as they come; it goes on from there")
+    parser.add_argument("--page", type=Path, help="where to write the table")
+    options = parser.parse_args()
+    records: dict[int, list[Record]] = {}
+    for world in map(int, options.tp.split(",")):
+        records[world] = in_turns(options.only.split(","), world, work, jobs=options.jobs, state=options.state)
+    if options.page:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(page(records))
+    return 0 if all(right(r) for several in records.values() for r in several) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
