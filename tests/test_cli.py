@@ -47,7 +47,7 @@ def test_help_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
     text = call("--help").output
     assert all(
-        name in text for name in ("plan", "explain", "diff", "verify", "generate", "doctor", "calibrate", "demo")
+        name in text for name in ("plan", "explain", "diff", "verify", "generate", "bench", "doctor", "calibrate")
     )
 
 
@@ -167,6 +167,17 @@ def test_verify(folder: str, tmp_path: Path) -> None:
     assert data["world_size"] == len(data["checks"]) == 2 and data["sharded_fraction"] < 0.55
     names = [check["name"] for check in data["checks"][0]]
     assert names == ["logits (max abs)", "loss (abs)", "gradients (relative)", "tokens (differing)"]
+
+
+def test_bench(folder: str) -> None:
+    options = ("--tp", "2", "--layers", "1", "--prompt", "8", "--tokens", "3", "--json")
+    found = call("bench", folder, *options)
+    data = json.loads(found.stdout)
+    assert found.exit_code == 0 and data["weights"] == "random weights, 1 layers"
+    ours, alone = data["parallel"], data["alone"]
+    assert all(each[key] > 0 for each in (ours, alone) for key in ("load", "first", "prompt", "token", "memory"))
+    assert ours["parameters"] < 0.55 * alone["parameters"] and ours["collectives"] == 4 and ours["plan"] > 0
+    assert ours["training"] is None and alone["collectives"] == 0
 
 
 def test_what_differs_is_seen() -> None:

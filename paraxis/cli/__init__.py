@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli import calibrate, code, demo, diff, doctor, explain, generate, plan, verify
+from paraxis.cli import bench, calibrate, code, demo, diff, doctor, explain, generate, plan, verify
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.command,
@@ -21,6 +21,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "code": code.command,
     "verify": verify.command,
     "generate": generate.command,
+    "bench": bench.command,
     "doctor": doctor.command,
     "calibrate": calibrate.command,
     "demo": demo.command,

@@ -100,6 +100,20 @@ def _run(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
+def join() -> Any:
+    """Meet the other ranks, each with a GPU of its own if there are enough; the device of this rank."""
+    import torch
+    import torch.distributed as dist
+
+    local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= here:
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+        return torch.device("cuda", local)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
 def launched() -> bool:
     """Whether this process is one of several that torch's launcher has started."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from paraxis.cli._errors import Debug, told
-from paraxis.cli._launch import is_first, launch
+from paraxis.cli._launch import is_first, join, launch
 from paraxis.cli._planning import Model, Ranks, check_model, quiet
 
 
@@ -98,19 +98,3 @@ def run_rank(task: Task) -> str:
         return str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
     finally:
         dist.destroy_process_group()
-
-
-def join() -> Any:
-    """Meet the other ranks, each with a GPU of its own if there are enough; the device of this rank."""
-    import os
-
-    import torch
-    import torch.distributed as dist
-
-    local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= here:
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
-        return torch.device("cuda", local)
-    dist.init_process_group("gloo")
-    return torch.device("cpu")
