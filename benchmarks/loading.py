@@ -135,6 +135,7 @@ def measure(contender: str, folder: str, kind: str) -> None:
     from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM  # noqa: F401
     from transformers.utils import logging
 
+    import paraxis.api
     import paraxis.weights.weight_map
 
     logging.set_verbosity_error()

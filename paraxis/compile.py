@@ -11,7 +11,9 @@ from typing import Any
 import torch
 import torch._dynamo as dynamo
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .capture import GraphBreak
 from .capture.growing import mark_fixed, mark_growing
@@ -54,7 +56,14 @@ def parallelize_backend(
     meet(ctx.tp_group, ctx.current_device)
     options = options_of(config.mode, ctx.tp_group, ctx.current_device)
     with together(ctx.tp_group, "compiling the local program"), stage("Compiling with Inductor", shown):
-        return compile_local(local, graph_module, _sharded_parameters(graph_module, ctx), options, ctx)
+        try:
+            return compile_local(local, graph_module, _sharded_parameters(graph_module, ctx), options, ctx)
+        except GuardOnDataDependentSymNode as error:  # an operator of the model looks at its data in Python
+            if ctx.rank == 0:
+                reason = str(error).splitlines()
+                why = next((line for line in reason if line.startswith("Caused by")), reason[0])
+                logging.getLogger("paraxis").warning("Inductor cannot compile this graph, which runs as it is: %s", why)
+            return local
 
 
 def _sharded_parameters(captured: GraphModule, ctx: ParallelExecutionCtx) -> dict[Any, nn.Parameter]:
@@ -83,7 +92,15 @@ def run_pipeline(
             if isinstance(step, AnalyzeBase):
                 step.clean_all(captured)
     ctx.last_optimized_graph_module = graph_module
+    ctx.example_inputs = [_without_data(x) for x in example_inputs]
     return graph_module
+
+
+def _without_data(value: Any) -> Any:
+    """An input as it looked: kept with its data, the cache of a first token would take its memory forever."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, (nn.Parameter, FakeTensor)):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 class CompiledCall:
@@ -101,7 +118,7 @@ class CompiledCall:
         self.opened = False
         self._seen = -1
         self._guarded = config.compile is None
-        self._compiled = self._compile({} if self._guarded else {"guard_filter_fn": needed_guards})
+        self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
 
     def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
         backend = partial(parallelize_backend, ctx=self.ctx, config=self.config)
@@ -115,6 +132,8 @@ class CompiledCall:
                 mark_growing(args, kwargs)
             if self.config.enable_sequence_parallel:
                 mark_fixed(args, kwargs)
+            if self._compiled is None:
+                self._compiled = self._compile({} if self._guarded else {"guard_filter_fn": needed_guards})
             try:
                 with open_encoders(), no_collection():
                     return self._compiled(self.module, *args, **kwargs)

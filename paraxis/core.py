@@ -92,7 +92,7 @@ class ParallelExecutionCtx:
     Attributes:
         tp_group: The tensor-parallel process group; a one-dimensional ``DeviceMesh`` (``mesh["tp"]``) is taken too.
         current_device: The device of this process.
-        example_inputs: The inputs the last graph was captured with.
+        example_inputs: The inputs the last graph was captured with; parameters as they are, other tensors without data.
         parallel_layer_cache: Parallel layers by the parameters and flags they were made for.
         param_cache: Parameters by name.
         weight_map: Parameter name to the file that holds it.

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from .core import ParallelExecutionCtx
-from .placement import Replicate, Shard, local_shape
+from .placement import Replicate, Shard, local_shape, to_json
 from .plan import Plan
 from .weights.agree import exchange
 
@@ -23,7 +23,8 @@ def use_plan(given: Plan | str | os.PathLike[str], ctx: ParallelExecutionCtx) ->
     """
     plan = given if isinstance(given, Plan) else _read(given)
     problems = _problems(plan, ctx)
-    said = exchange(ctx.tp_group, [problems, json.dumps(plan.to_json(), sort_keys=True)], "comparing the given plans")
+    placed = json.dumps({name: to_json(p.placement) for name, p in sorted(plan.parameters.items())})
+    said = exchange(ctx.tp_group, [problems, placed], "comparing the given plans")
     for rank, (found, text) in enumerate(said):
         if found:
             lines = "\n".join(f"  - {problem}" for problem in found[:12])

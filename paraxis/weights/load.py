@@ -22,11 +22,12 @@ from ..sharded import ShardedTensor, materialize
 from .convert import Conversion
 from .errors import CheckpointError
 from .parts import Index
-from .weight_map import OpenFiles, match_parameters, open_file
+from .weight_map import DTYPES, OpenFiles, match_parameters, open_file
 
 # A box of more pieces than this is read with what lies between them: one large read beats many small ones.
 _MAX_PIECES = 128
 _MOST_THREADS = 4
+_MAPPED = 1 << 20  # bytes of the smallest shard that is left in the file
 
 
 def load_shard(
@@ -38,7 +39,11 @@ def load_shard(
     dtype: torch.dtype,
     device: torch.device,
 ) -> torch.Tensor:
-    """The shard that ``rank`` holds of tensor ``key`` in an open safetensors file, in memory of its own.
+    """The shard that ``rank`` holds of tensor ``key`` in an open safetensors file.
+
+    On the CPU, a shard that lies in the file in one piece, and as it is to be, stays mapped: ranks of one machine then
+    share it with the system's cache of the file, and it is copied, page by page, where it is written to. Every other
+    shard gets memory of its own.
 
     Args:
         handle: The file, as given by ``safetensors.safe_open``.
@@ -49,9 +54,25 @@ def load_shard(
         dtype: What to convert to.
         device: Where to put it.
     """
+    index = tuple(local_index(placement, shape, rank))
+    mapped = _mapped(handle, key, index, shape, dtype) if device.type == "cpu" else None
+    if mapped is not None:
+        return mapped
     shard = torch.empty(local_shape(placement, shape, rank), dtype=dtype, device=device)
-    fill_part(shard, handle, key, tuple(local_index(placement, shape, rank)))
+    fill_part(shard, handle, key, index)
     return shard
+
+
+def _mapped(handle: Any, key: str, index: Index, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """The part of a tensor that ``index`` says, where it is in the file, if it is one large piece there."""
+    if not index or any(ranges != ((0, size),) for ranges, size in zip(index[1:], shape[1:])) or len(index[0]) != 1:
+        return None
+    (start, stop) = index[0][0]
+    stored = handle.get_slice(key)
+    if (stop - start) * prod(shape[1:]) * dtype.itemsize < _MAPPED or DTYPES.get(stored.get_dtype()) != dtype:
+        return None
+    found: torch.Tensor = stored[start:stop]
+    return found if found.is_contiguous() and found.data_ptr() % dtype.itemsize == 0 else None
 
 
 def fill_part(out: torch.Tensor, handle: Any, key: str, index: Index) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -57,8 +58,16 @@ def transforms(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
     """What transformers does to the names and tensors of checkpoints of this model: (renamings, conversions)."""
     if model is None or not hasattr(model, "base_model_prefix"):
         return [], []
+    if model in _known:
+        return _known[model]
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
     found: list[Any] = list(get_model_conversion_mapping(model))
-    return [t for t in found if isinstance(t, WeightRenaming)], [t for t in found if isinstance(t, WeightConverter)]
+    renamings = [t for t in found if isinstance(t, WeightRenaming)]
+    _known[model] = renamings, [t for t in found if isinstance(t, WeightConverter)]
+    return _known[model]
+
+
+_known: WeakKeyDictionary[nn.Module, tuple[list[Any], list[Any]]] = WeakKeyDictionary()
+"""They take transformers a quarter of a second to make, and are asked for several times."""

@@ -36,7 +36,7 @@ _NAMES = {
     torch.complex64: "C64",
 }
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -151,7 +151,7 @@ def header_of(weight_map: Mapping[str, str]) -> Callable[[str], torch.Tensor]:
 
 
 def _described(stored: Any) -> torch.Tensor:
-    return torch.empty(stored.get_shape(), dtype=_DTYPES.get(stored.get_dtype(), torch.float32), device="meta")
+    return torch.empty(stored.get_shape(), dtype=DTYPES.get(stored.get_dtype(), torch.float32), device="meta")
 
 
 def match_parameters(
