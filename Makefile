@@ -20,6 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
+# `make test PARAXIS_LONG=1` also runs the tests that take long.
+export PARAXIS_LONG
+
 # Tests that need no ranks run beside those that do, which leave a core idle now and then.
 ALONE := tests/rules tests/solver tests/capture tests/kernels tests/passes tests/zoo/test_plans.py \
 	tests/weights/test_meta_init.py tests/weights/test_weight_map.py tests/test_explaining.py tests/test_inputs.py \

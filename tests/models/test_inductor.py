@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from marks import long
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from zoo.cases import find
@@ -125,6 +126,7 @@ def cache_of(model: Any, ids: torch.Tensor) -> Any:
     return cache
 
 
+@long
 def test_generation(ranks: Any, tmp_path: Path) -> None:
     find("gpt2[n_layer=1]").make().save_pretrained(tmp_path)  # type: ignore[operator]
     for found in ranks(2).run(generated, str(tmp_path), timeout=600):
