@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
@@ -169,6 +170,7 @@ def test_verify(folder: str, tmp_path: Path) -> None:
     assert names == ["logits (max abs)", "loss (abs)", "gradients (relative)", "tokens (differing)"]
 
 
+@long
 def test_bench(folder: str) -> None:
     options = ("--tp", "2", "--layers", "1", "--prompt", "8", "--tokens", "3", "--json")
     found = call("bench", folder, *options)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from models.compare import batch, context
 from models.tiny import CONFIGS, build
 from torch.fx import GraphModule, Node
@@ -84,6 +85,7 @@ def test_annotations(name: str, ranks: Any) -> None:
             assert layer["axis"] == "vocab"
 
 
+@long
 def test_annotations_do_not_depend_on_the_number_of_ranks(ranks: Any) -> None:
     """One head of keys, more ranks than that, and one rank alone."""
     found = [ranks(world).run(annotate, "falcon", True)[0] for world in (1, 2, 4)]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from marks import long
 from models.compare import batch, parallel, reference
 from models.tiny import save
 
@@ -41,6 +42,7 @@ def trained(folder: str) -> dict[str, Any]:
     return {"maps": maps, "same": same, "off": off, "saved": saved}
 
 
+@long
 def test_they_are_written_to_and_the_file_is_not(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2).run(trained, save("llama", tmp_path)):
         assert found["maps"] and found["same"]

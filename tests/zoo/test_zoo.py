@@ -21,7 +21,6 @@ TRANSFORMERS = {
     "clip*": 2,  # two towers
     "wav2vec2*": 2,  # convolutions with weight norm
     "swin-image*": 2,  # windows
-    "llama[num_attention_heads=6,num_key_value_heads=3,intermediate_size=134,hidden_size=48]": 4,
     "phi3[num_attention_heads=8,num_key_value_heads=2,vocab_size=251]": 4,
 }
 OPTIONS = Namespace(device="cpu", timeout=300.0)
