@@ -180,6 +180,8 @@ def imagined(
 
     config, kwargs = api.split_config(kwargs)
     examples = kwargs.pop("example_inputs", None)
+    if config.plan is not None:
+        raise ValueError("plan= is for running by a plan; leave it out to make one")
     with imagined_group(tp_size, rank) as group:
         ctx = ParallelExecutionCtx(tp_group=group, current_device=torch.device("cpu"))
         if not isinstance(model, nn.Module):

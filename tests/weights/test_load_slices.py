@@ -16,7 +16,7 @@ from weights.tiny_models import fake_rank, place, planned, save, tiny_model
 from paraxis.core import HashableSlice
 from paraxis.distributed.redistribute import slice_box
 from paraxis.meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
-from paraxis.placement import REPLICATE, SHARED, Layout, Placement, Shard
+from paraxis.placement import REPLICATE, SHARED, Layout, Placement, Shard, local_index
 from paraxis.weights import load
 from paraxis.weights.errors import CheckpointError
 from paraxis.weights.load import (
@@ -213,3 +213,29 @@ def test_same_as_transformers(tmp_path: Path) -> None:
     assert set(params) == set(reference)
     for key, param in params.items():
         assert torch.equal(param._local, reference[key]), key  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", sorted(PLACEMENTS))
+def test_shards_that_stay_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """They have the values that any other shard has, outlive the open file, and can be written to without it."""
+    monkeypatch.setattr(load, "_MAPPED", 0)
+    whole = torch.randn(16, 12, 4)
+    path = tmp_path / "model.safetensors"
+    save_file({"x": whole}, path)
+    before = path.read_bytes()
+    mapped = 0
+    for rank in range(4):
+        expected = slice_box(whole, PLACEMENTS[kind], rank)
+        with safe_open(path, "pt") as handle:
+            shard = load_shard(handle, "x", PLACEMENTS[kind], (16, 12, 4), rank, torch.float32, CPU)
+            mapped += (
+                load._mapped(
+                    handle, "x", tuple(local_index(PLACEMENTS[kind], (16, 12, 4), rank)), (16, 12, 4), torch.float32
+                )
+                is not None
+            )
+        assert torch.equal(shard, expected) and shard.is_contiguous()
+        shard.add_(1)
+        assert torch.equal(shard, expected + 1)
+    assert path.read_bytes() == before
+    assert mapped == (4 if kind in ("replicate", "shared", "rows", "copies") else 0)

@@ -7,14 +7,12 @@ one another bit by bit, on all ranks, and differ from one without.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 import tempfile
 import threading
 import warnings
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ import torch
 from ranks import RankPool
 from zoo.cases import find
 from zoo.check import pair
-from zoo.turns import Record, in_turns
+from zoo.turns import Record, command
 
 TYPES = (
     "llama,gpt2,bloom,mixtral,gemma2,phi3,falcon,gptj,opt,mamba,bamba,qwen3_moe,deepseek_v3,stablelm,olmo2,t5*,"
@@ -149,7 +147,8 @@ def work(name: str, pool: RankPool) -> Record:
         except Exception as error:
             return {"name": name, "way": way, "error": f"{type(error).__name__}: {str(error)[:600]}"}
     worst = max(results, key=lambda r: max(r["losses"], r["parameters"]))
-    if any(r.pop("all", None) != results[0].get("all") for r in results[::-1]):
+    seen = [r.pop("all", None) for r in results]
+    if any(losses != seen[0] for losses in seen):
         worst["losses"] = float("inf")  # the ranks saw different losses
     return {"name": name, "way": way, **worst}
 
@@ -187,22 +186,5 @@ def page(records: dict[int, list[Record]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=TYPES, help="types, separated by commas")
-    parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
-    parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on ranks of its own")
-    parser.add_argument("--state", type=Path, help="where to keep results as they come; it goes on from there")
-    parser.add_argument("--page", type=Path, help="where to write the table")
-    options = parser.parse_args()
-    records: dict[int, list[Record]] = {}
-    for world in map(int, options.tp.split(",")):
-        records[world] = in_turns(options.only.split(","), world, work, jobs=options.jobs, state=options.state)
-    if options.page:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(page(records))
-    return 0 if all(right(r) for several in records.values() for r in several) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, TYPES, work, right, page))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -58,3 +59,27 @@ def in_turns(
         for served in [workers.submit(serve) for _ in range(jobs)]:
             served.result()
     return [done[name] for name in names]
+
+
+def command(
+    description: str | None,
+    types: str,
+    work: Callable[[str, RankPool], Record],
+    right: Callable[[Record], bool],
+    page: Callable[[dict[int, list[Record]]], str],
+) -> int:
+    """The command line of a script that works on many types at several numbers of ranks and writes a page of it."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--only", default=types, help="types, separated by commas")
+    parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on ranks of its own")
+    parser.add_argument("--state", type=Path, help="where to keep results as they come; it goes on from there")
+    parser.add_argument("--page", type=Path, help="where to write the table")
+    options = parser.parse_args()
+    records: dict[int, list[Record]] = {}
+    for world in map(int, options.tp.split(",")):
+        records[world] = in_turns(options.only.split(","), world, work, jobs=options.jobs, state=options.state)
+    if options.page:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(page(records))
+    return 0 if all(right(r) for several in records.values() for r in several) else 1

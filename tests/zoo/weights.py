@@ -6,7 +6,6 @@ the outputs within 1e-4, the stored tensors bit by bit.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from safetensors import safe_open
 from ranks import RankPool
 from zoo.cases import find
 from zoo.check import differences, pair, run
-from zoo.turns import Record, in_turns
+from zoo.turns import Record, command
 
 TYPES = (
     "llama,mistral,qwen2,qwen3,gemma,gemma2,gemma3_text,gpt2,gpt_neox,gptj,opt,bloom,phi,phi3,falcon,stablelm,olmo,"
@@ -127,22 +126,5 @@ def page(records: dict[int, list[Record]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default=TYPES, help="types, separated by commas")
-    parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
-    parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on ranks of its own")
-    parser.add_argument("--state", type=Path, help="where to keep results as they come; it goes on from there")
-    parser.add_argument("--page", type=Path, help="where to write the table")
-    options = parser.parse_args()
-    records: dict[int, list[Record]] = {}
-    for world in map(int, options.tp.split(",")):
-        records[world] = in_turns(options.only.split(","), world, work, jobs=options.jobs, state=options.state)
-    if options.page:
-        options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(page(records))
-    return 0 if all(right(r) for several in records.values() for r in several) else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command(__doc__, TYPES, work, right, page))
