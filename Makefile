@@ -60,7 +60,7 @@ generation: venv
 weights: venv
 	cd tests && ../$(BIN)/python -m zoo.weights --state ../build/weights.jsonl --page ../docs/results/weights.md
 
-# Steps of AdamW beside the unsharded model, on many architectures; a quarter of an hour.
+# Steps of AdamW beside the unsharded model, on many architectures; an hour.
 training: venv
 	cd tests && ../$(BIN)/python -m zoo.training --state ../build/training.jsonl --page ../docs/results/training.md
 
