@@ -178,6 +178,7 @@ class Config:
         show_progress: Show what is going on, and a bar while weights are loaded, on the first rank.
         check_finite: Look for NaN and infinity in the weights that are loaded, and warn of them by name.
         plan: A plan to run by instead of making one: a :class:`paraxis.Plan` or a file with one.
+        keep_plans: Keep the plans of transformers' models on the disk, for the next time (:mod:`paraxis.kept`).
         plan_by_blocks: Plan a deep model by its first blocks where the others are like them.
         pipeline: The passes to run; by default those of ``build_parallel_pass_pipeline()``.
         sync_timeout: Seconds the ranks wait for one another before a compilation is given up as diverged.
@@ -198,6 +199,7 @@ class Config:
     show_progress: bool = True
     check_finite: bool = False
     plan: Plan | str | os.PathLike[str] | None = None
+    keep_plans: bool = True
     plan_by_blocks: bool = True
     pipeline: PassPipeline | None = None
     sync_timeout: float = 120.0

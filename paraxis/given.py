@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from typing import Any
 
 from .core import ParallelExecutionCtx
@@ -22,7 +23,7 @@ def use_plan(given: Plan | str | os.PathLike[str], ctx: ParallelExecutionCtx) ->
         ValueError: the plan is not one of this model and number of ranks, or the ranks were given different ones.
     """
     plan = given if isinstance(given, Plan) else _read(given)
-    problems = _problems(plan, ctx)
+    problems = problems_of(plan, ctx)
     placed = json.dumps({name: to_json(p.placement) for name, p in sorted(plan.parameters.items())})
     said = exchange(ctx.tp_group, [problems, placed], "comparing the given plans")
     for rank, (found, text) in enumerate(said):
@@ -32,13 +33,33 @@ def use_plan(given: Plan | str | os.PathLike[str], ctx: ParallelExecutionCtx) ->
             raise ValueError(f"the given plan does not fit the model:\n{lines}{more}\nMake a new one: leave out plan=.")
         if text != said[0][1]:
             raise ValueError(f"rank {rank} was given another plan than rank 0: give all ranks the same one")
+    place(plan, ctx)
+
+
+def place(plan: Plan, ctx: ParallelExecutionCtx) -> None:
+    """Place every parameter as a plan that fits the model says."""
     for name, parameter in ctx.param_cache.items():
         spec: Any = getattr(parameter, "_spec", None)
         if spec is None:
             continue
         spec.placement, spec.group, spec.is_modified_meta = plan.parameters[name].placement, ctx.tp_group, True
         spec.is_parallel = isinstance(spec.placement, Shard)
-    ctx.plan = plan
+    ctx.plan = _seen_from(ctx.rank, plan)
+
+
+def _seen_from(rank: int, plan: Plan) -> Plan:
+    """A plan with the local shapes of a rank; saved are those of the first one."""
+    parameters = {
+        name: replace(p, local_shape=local_shape(p.placement, p.global_shape, rank))
+        for name, p in plan.parameters.items()
+    }
+    layers = [
+        replace(layer, local_shape=parameters[f"{layer.name}.weight"].local_shape)
+        if f"{layer.name}.weight" in parameters
+        else layer
+        for layer in plan.layers
+    ]
+    return replace(plan, parameters=parameters, layers=layers)
 
 
 def _read(path: str | os.PathLike[str]) -> Plan:
@@ -51,7 +72,7 @@ def _read(path: str | os.PathLike[str]) -> Plan:
         ) from error
 
 
-def _problems(plan: Plan, ctx: ParallelExecutionCtx) -> list[str]:
+def problems_of(plan: Plan, ctx: ParallelExecutionCtx) -> list[str]:
     """A line for everything that keeps the plan from being used."""
     if plan.world_size != ctx.world_size:
         return [f"it is for {plan.world_size} ranks, and there are {ctx.world_size}"]

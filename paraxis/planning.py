@@ -19,6 +19,7 @@ from .compile import CompiledCall, plan_in_pieces, run_pipeline
 from .core import Config, ParallelExecutionCtx
 from .given import use_plan
 from .inputs import SIZES, example_call
+from .kept import fingerprint, keep, recall
 from .memory import Kinds, Sizes, kept_tensors, memory_of
 from .meta import tied_names
 from .passes import InitializeOrLoadWeightsPass, PassPipeline, build_parallel_pass_pipeline
@@ -42,7 +43,7 @@ def make_plan(
     A deep model is planned by its first blocks where the others are like them. One that cannot be captured as one graph
     is planned by running it: each of its graphs is solved, and its parameters are loaded, when it is met.
 
-    With ``config.plan`` there is nothing to capture or to solve.
+    With ``config.plan``, or a plan that was kept from an earlier run, there is nothing to capture or to solve.
 
     Returns the solution of the model's graph, if it is one, and the blocks that were left out of it.
     """
@@ -51,6 +52,10 @@ def make_plan(
         use_plan(config.plan, ctx)
         if load:
             materialize_parameters(ctx, config)
+        return None, []
+    key = fingerprint(call.module, ctx, config, examples) if load and ctx.rank == 0 else None
+    if load and recall(key, ctx):
+        materialize_parameters(ctx, config)
         return None, []
     args, kwargs = example_call(call.module, examples, ctx.current_device, config.objective)
     check_names(parse(config.constraints), {name: ctx.aliases.get(name, [name]) for name in ctx.param_cache})
@@ -80,6 +85,7 @@ def make_plan(
         spread(ctx, repeated, graph[0].meta[RESULT])
     finish_plan(ctx)
     if load:
+        keep(key, ctx)
         materialize_parameters(ctx, config)
     return (graph[0].meta[RESULT] if graph is not None else None), repeated
 

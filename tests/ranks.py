@@ -34,6 +34,8 @@ from rank_worker import Job, Report, serve
 
 TESTS_DIR = Path(__file__).resolve().parent
 
+os.environ["PARAXIS_CACHE"] = ""  # every plan is made anew
+
 START_TIMEOUT = 180.0  # seconds for processes to import torch and meet
 GRACE = 2.0  # seconds the other ranks get to report, once one has failed
 EXIT_GRACE = 10.0  # seconds between the end of a rank's function and the end of its process

@@ -75,7 +75,7 @@ class _Round:
 
         The store could wait by itself, but would tell of every look that found nothing.
         """
-        pause, looked = 0.001, time.monotonic()
+        started = looked = time.monotonic()
         while True:
             try:
                 if self.store.check(keys):
@@ -87,8 +87,8 @@ class _Round:
             looked = now if now - looked > PATIENCE else looked
             if ended or now >= deadline:
                 raise _Unanswered(ended or self._silent(), bool(ended))
-            time.sleep(min(pause, deadline - now))
-            pause = min(2 * pause, 0.1)
+            # Asking costs the store's host little; a long pause would cost every step part of its time.
+            time.sleep(min(max((now - started) / 20, 0.001), 0.1, deadline - now))
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a rank has ended, as far as can be told: it must be on this machine and have said who it is."""
