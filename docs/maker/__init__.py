@@ -1,0 +1,1 @@
+"""Makes the documentation: pages, links, code blocks, the reference, transcripts, the site."""

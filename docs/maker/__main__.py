@@ -1,0 +1,34 @@
+"""`python -m maker build OUT`, `python -m maker transcripts [PAGE ...]`: run in docs/."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from .links import problems
+from .pages import ROOT, load
+from .site import build
+from .transcripts import renew
+
+
+def main(arguments: list[str]) -> int:
+    match arguments:
+        case ["build", out]:
+            pages = load()
+            found = problems(pages)
+            if found:
+                print("\n".join(found), file=sys.stderr)
+                return 1
+            print(f"{build(pages, Path(out))} pages in {out}")
+        case ["transcripts", *wanted]:
+            for path, page in load().items():
+                if "<!-- transcript" in page.text and (not wanted or any(name in path for name in wanted)):
+                    (ROOT / path).write_text(renew(page), encoding="utf-8")
+        case _:
+            print(__doc__, file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
