@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv test lint format demo zoo generation weights training plans bench loading clean
+.PHONY: venv test lint format demo zoo generation weights training plans bench loading docs transcripts screenshots clean
 
 venv: $(STAMP)
 
@@ -77,6 +77,18 @@ bench: venv
 # Checkpoints of over 2 GB, side by side with transformers; ten minutes.
 loading: venv
 	$(BIN)/python benchmarks/loading.py --out docs/results
+
+# The documentation as a site of plain files; links that lead nowhere fail.
+docs: venv
+	cd docs && ../$(BIN)/python -m maker build ../build/site
+
+# What the commands in the documentation print, run again; five minutes. `make transcripts PAGES=tutorial`.
+transcripts: venv
+	cd docs && ../$(BIN)/python -m maker transcripts $(PAGES)
+
+# Pictures of the report, by Chromium.
+screenshots: venv
+	cd docs && ../$(BIN)/python -m maker screenshots
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

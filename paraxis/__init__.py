@@ -18,6 +18,7 @@ _EXPORTS = {
     "load_state": "weights.state",
     "explain_plan": "explaining",
     "compare_plans": "comparing",
+    "report_plan": "report",
     "Machine": "solver",
     "ConstraintError": "solver",
     "parallelize_backend": "compile",
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .placement import ensure_divisibility
     from .plan import Plan
     from .planning import plan_model
+    from .report import report_plan
     from .rules import register_rule
     from .sharded import ShardedTensor
     from .solver import ConstraintError, Machine

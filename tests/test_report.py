@@ -19,7 +19,7 @@ from zoo.cases import find
 from paraxis.memory import Sizes
 from paraxis.plan import Plan
 from paraxis.planning import imagined
-from paraxis.report import report
+from paraxis.report import report, report_plan
 from paraxis.report.steps import Section, Step, sections_of, steps_of
 
 
@@ -71,15 +71,16 @@ def test_the_page_needs_nothing_else(llama: Made) -> None:
     assert "cache" in page and "2 × 64 tokens" in page
 
 
-def test_other_models() -> None:
+def test_other_models(tmp_path: Path) -> None:
     """Two collectives in one, and a module without transformers."""
     case = find("t5*")
     model = case.make()
     with imagined(model, 2, None, {"example_inputs": case.inputs(model)}, Sizes()) as planned:
         assert "all-reduce of both" in report(planned, "t5")
     plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
-    with imagined(plain, 2, None, {"example_inputs": {"input": torch.ones(2, 8)}}, Sizes()) as planned:
-        assert "column-parallel" in report(planned, "plain")
+    plan = report_plan(plain, 2, tmp_path / "plain.html", example_inputs={"input": torch.ones(2, 8)})
+    page = (tmp_path / "plain.html").read_text()
+    assert "column-parallel" in page and "Sequential on 2 ranks" in page and plan.layers[0].axis == "column"
 
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no browser")

@@ -1,10 +1,11 @@
-"""`python -m maker build OUT`, `python -m maker transcripts [PAGE ...]`: run in docs/."""
+"""Run in docs/: `python -m maker build OUT`, `... transcripts [PAGE ...]`, `... screenshots [MODEL ...]`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from . import screenshots
 from .links import problems
 from .pages import ROOT, load
 from .site import build
@@ -24,6 +25,8 @@ def main(arguments: list[str]) -> int:
             for path, page in load().items():
                 if "<!-- transcript" in page.text and (not wanted or any(name in path for name in wanted)):
                     (ROOT / path).write_text(renew(page), encoding="utf-8")
+        case ["screenshots", *wanted]:
+            screenshots.renew(wanted)
         case _:
             print(__doc__, file=sys.stderr)
             return 2

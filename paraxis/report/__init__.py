@@ -1,5 +1,5 @@
 """The plan of a model as one HTML file that needs nothing else."""
 
-from .page import report
+from .page import report, report_plan
 
-__all__ = ["report"]
+__all__ = ["report", "report_plan"]

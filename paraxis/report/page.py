@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from html import escape
 from importlib.resources import files
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..memory import Sizes
 from ..plan import Memory, Plan, pattern_of, size_text
-from ..planning import Planned
+from ..planning import Planned, imagined
 from ..solver.machine import machine_of
 from .drawing import svg
 from .steps import Section, Step, in_words, sections_of, short, steps_of
@@ -25,6 +28,33 @@ MEANINGS = {
     "whole layer": "This layer is not split: every rank computes all of it.",
     "operators": "Computed by every rank on what it has.",
 }
+
+
+def report_plan(
+    model: Any,
+    tp_size: int,
+    path: str | os.PathLike[str],
+    *,
+    title: str = "",
+    torch_dtype: Any = None,
+    batch: int = 1,
+    context: int | None = None,
+    train: bool = False,
+    **kwargs: Any,
+) -> Plan:
+    """Plan a model, write the page of the plan to a file, and give the plan.
+
+    Args:
+        model: A Hub id, a directory with a ``config.json``, a transformers configuration, or a module.
+        tp_size: The number of ranks.
+        path: The file to write.
+        title: What the page calls the model; by default its name or its class.
+        torch_dtype, batch, context, train, kwargs: As for :func:`paraxis.plan_model`.
+    """
+    title = title or (os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__)
+    with imagined(model, tp_size, torch_dtype, kwargs, Sizes(batch, context, train)) as planned:
+        Path(path).write_text(report(planned, title), encoding="utf-8")
+        return planned.plan
 
 
 def report(planned: Planned, title: str) -> str:
