@@ -1,0 +1,206 @@
+"""``python -m zoo.exports``: exported plans, run by the libraries that they are for, beside the unsharded model.
+
+Every type of causal language model is exported for transformers and for torch, and run by these on real ranks: logits
+in one call, tokens of greedy generation with a cache. What cannot be exported must say which modules and why.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from datetime import date
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ranks import RankPool
+from zoo.cases import causal_types, find
+from zoo.turns import Record, command
+
+LIMIT = 1e-4
+NEW_TOKENS = 6
+TORCH = (
+    *("llama", "gemma", "gpt_neox", "gptj", "opt", "bloom", "phi", "phi3", "falcon", "stablelm", "olmo2", "qwen2"),
+    *("qwen3", "starcoder2", "mixtral", "codegen", "biogpt", "mpt", "bert", "mamba"),
+)
+"""Types that are exported for torch too."""
+
+_building = threading.Lock()
+
+
+def in_transformers(name: str, folder: str, plan: dict[str, str]) -> dict[str, Any]:
+    """On a rank: loaded by plain transformers with this plan, and compared."""
+    from transformers import logging
+    from transformers.distributed import DistributedConfig
+
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    unsharded: Any = _class(folder).from_pretrained(folder, dtype=torch.float32).eval()
+    config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
+    model = type(unsharded).from_pretrained(folder, dtype=torch.float32, distributed_config=config).eval()
+    return compared(name, model, unsharded)
+
+
+def in_torch(name: str, folder: str, source: str) -> dict[str, Any]:
+    """On a rank: split by torch's `parallelize_module` with the exported module, and compared."""
+    from transformers import logging
+
+    logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    unsharded: Any = _class(folder).from_pretrained(folder, dtype=torch.float32).eval()
+    model: Any = _class(folder).from_pretrained(folder, dtype=torch.float32).eval()
+    exported: dict[str, Any] = {}
+    exec(compile(source, "plan.py", "exec"), exported)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    return compared(name, exported["parallelize"](model, mesh), unsharded)
+
+
+def _class(folder: str) -> Any:
+    from pathlib import Path
+
+    from paraxis.weights.hub import load_config_and_class
+
+    return load_config_and_class(Path(folder), {})[1]
+
+
+def compared(name: str, model: Any, unsharded: Any) -> dict[str, Any]:
+    """How far the logits are off, whether tokens are the same, and what part of the parameters this rank has."""
+    inputs = {k: v for k, v in find(name).inputs(unsharded).items() if k != "labels"}
+    with torch.no_grad():
+        found, right = model(**inputs).logits, unsharded(**inputs).logits
+        found = found.full_tensor() if hasattr(found, "full_tensor") else found
+        result: dict[str, Any] = {"logits": float((found - right).abs().max()), "tokens": "none"}
+        with torch.enable_grad():
+            training = model(**inputs).logits.detach()
+        result["logits"] = max(result["logits"], float((training - right).abs().max()))
+        options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
+        try:
+            expected = unsharded.generate(inputs["input_ids"], **options)
+        except Exception:  # the unsharded model cannot
+            return result | share(model)
+        result["tokens"] = "same" if torch.equal(model.generate(inputs["input_ids"], **options), expected) else "differ"
+    return result | share(model)
+
+
+def share(model: Any) -> dict[str, float]:
+    """Elements that this rank holds over all."""
+    held = whole = 0
+    for parameter in model.parameters():
+        whole += parameter.numel()
+        held += parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
+    return {"share": held / whole}
+
+
+def work(name: str, pool: RankPool) -> Record:
+    """One type, exported and run by the library on all ranks of a pool."""
+    kind, _, target = name.partition("+")
+    target = target or "transformers"
+    from paraxis.export import NotExportable, export_plan
+
+    record: Record = {"name": name}
+    with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
+        with _building:
+            try:
+                find(kind).make().save_pretrained(folder)  # type: ignore[operator]
+            except Exception as error:
+                return record | {"unbuilt": _line(error)}
+            torch._dynamo.reset()
+            started = time.monotonic()
+            try:
+                export = export_plan(folder, pool.world_size, target)
+            except NotExportable as error:
+                return record | {"refused": str(error)}
+            except Exception as error:
+                return record | {"error": f"export: {_line(error)}"}
+        data = export.to_json()
+        record |= {key: data[key] for key in ("groups", "gathered", "whole", "ships_plan", "sharded_fraction")}
+        record |= {"seconds": time.monotonic() - started, "tried": export.error}
+        try:
+            if target == "torch":
+                results = pool.run(in_torch, kind, folder, export.source, timeout=240)
+            else:
+                results = pool.run(in_transformers, kind, folder, export.plan, timeout=240)
+        except Exception as error:
+            return record | {"plan": export.plan, "error": _line(error)}
+    worst = max(results, key=lambda r: r["logits"] if r["logits"] == r["logits"] else float("inf"))
+    tokens = {r["tokens"] for r in results}
+    return record | {**worst, "tokens": "differ" if "differ" in tokens else worst["tokens"], "plan": export.plan}
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+
+
+def right(record: Record) -> bool:
+    """Exported and the same in the other library, or refused with a reason."""
+    if "refused" in record or "unbuilt" in record:
+        return True
+    return "error" not in record and record["logits"] <= LIMIT and record["tokens"] != "differ"
+
+
+def page(records: dict[int, list[Record]]) -> str:
+    import transformers
+
+    lines = [
+        "# Exported plans, run by the libraries that they are for",
+        "",
+        "`paraxis export` for every type of causal language model that can be built: tiny models with random weights,",
+        "loaded by plain transformers with the exported `tp_plan`, or split by torch's `parallelize_module` with the",
+        "exported module, on real gloo ranks. *logits*: the largest difference to the unsharded model in float32, with",
+        f"and without gradients enabled (right: at most {LIMIT:g}). *tokens*: {NEW_TOKENS} greedily generated ones,",
+        "with a cache. *share*: parameters on a rank. *ships*: whether transformers has a plan for the type itself.",
+        "*together*: modules within which layers stay split; *alone*: layers that are gathered each by itself;",
+        "*whole*: what is not split. Made by `make exports`.",
+        "",
+        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
+        f"{platform.python_version()}.",
+        "",
+    ]
+    for world, several in records.items():
+        for target in ("transformers", "torch"):
+            rows = [r for r in several if (r["name"].partition("+")[2] or "transformers") == target]
+            ran = [r for r in rows if right(r) and "logits" in r]
+            if rows:
+                new = sum(not r["ships_plan"] for r in ran)
+                refused, unbuilt = sum("refused" in r for r in rows), sum("unbuilt" in r for r in rows)
+                wrong = [r["name"] for r in rows if not right(r)]
+                lines.append(
+                    f"- {target} at {world} ranks: {len(ran)} right, {new} of them without a plan in transformers; "
+                    f"{refused} refused, {unbuilt} cannot be built, {len(wrong)} wrong{': ' if wrong else ''}"
+                    f"{', '.join(wrong)}."
+                )
+    lines += ["", "| type | ranks | logits | tokens | share | ships | together | alone | whole |", "|" + "---|" * 9]
+    for name, world, r in sorted((r["name"], world, r) for world, several in records.items() for r in several):
+        lines.append(f"| {name} | {world} | {_row(r)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _row(r: Record) -> str:
+    for key in ("unbuilt", "refused", "error"):
+        if key in r:
+            title = {"unbuilt": "cannot be built", "refused": "refused", "error": "FAILS"}[key]
+            return f"{title} | | | | | | {_cell(r[key])}"
+    off = f"{r['logits']:.0e}" if r["logits"] <= LIMIT else f"WRONG {r['logits']:.0e}"
+    together = ", ".join(r["groups"])
+    alone = ", ".join(item["name"] for item in r["gathered"])
+    whole = "; ".join(f"{item['name']}: {item['reason']}" for item in r["whole"])
+    ships = "yes" if r["ships_plan"] else "no"
+    return f"{off} | {r['tokens']} | {r['share']:.0%} | {ships} | {together} | {alone} | {_cell(whole)}"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def types() -> str:
+    """All types for transformers, some for torch."""
+    return ",".join([*causal_types(), *(f"{name}+torch" for name in TORCH)])
+
+
+if __name__ == "__main__":
+    sys.exit(command(__doc__, types(), work, right, page))
