@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv test lint format demo zoo generation weights training plans bench loading docs transcripts screenshots clean
+.PHONY: venv test lint format demo zoo generation weights training plans exports bench loading docs transcripts screenshots clean
 
 venv: $(STAMP)
 
@@ -67,6 +67,11 @@ training: venv
 # Plans beside the hand-written ones of transformers; ten minutes.
 plans: venv
 	cd tests && ../$(BIN)/python -m zoo.plans --page ../docs/results/plans.md
+
+# Exported plans run by transformers and torch, for every type of causal language model; an hour and a half.
+exports: venv
+	cd tests && ../$(BIN)/python -m zoo.exports --state ../build/exports.jsonl --page ../docs/results/exports.md \
+		$(if $(ONLY),--only '$(ONLY)')
 
 # Side by side with transformers' tensor parallelism and others; about a quarter of an hour. `make bench SHAPES=llama`.
 SHAPES ?= llama,gpt2,mixtral

@@ -12,13 +12,14 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli import bench, calibrate, code, demo, diff, doctor, explain, generate, plan, verify
+from paraxis.cli import bench, calibrate, code, demo, diff, doctor, explain, export, generate, plan, verify
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.command,
     "explain": explain.command,
     "diff": diff.command,
     "code": code.command,
+    "export": export.command,
     "verify": verify.command,
     "generate": generate.command,
     "bench": bench.command,
