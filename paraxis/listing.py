@@ -149,12 +149,19 @@ class _Listing:
         return name if self.used[name] == 1 else f"{name}_{self.used[name]}"
 
     def _others(self) -> list[str]:
-        """The blocks that are not in the program because they are like others."""
-        return [
-            f"# {each.path}.{index} runs as {each.path}.{like} does."
-            for each in self.planned.repeated
-            for index, like in sorted(each.like.items())
-        ]
+        """The blocks that are not in the program because they are like others; neighbours in one line."""
+        lines = []
+        for each in self.planned.repeated:
+            runs: list[tuple[int, int, int]] = []
+            for index, like in sorted(each.like.items()):
+                if runs and runs[-1][1:] == (index - 1, like):
+                    runs[-1] = (runs[-1][0], index, like)
+                else:
+                    runs.append((index, index, like))
+            for first, last, like in runs:
+                some = f"{each.path}.{first} to {each.path}.{last} run" if last > first else f"{each.path}.{first} runs"
+                lines.append(f"# {some} as {each.path}.{like} does.")
+        return lines
 
 
 def module_of(node: Node) -> str:

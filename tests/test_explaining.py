@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from solver.programs import Transformer
+from torch import nn
 
 from paraxis import compare_plans, plan_model
+from paraxis.capture.blocks import Repeated
 from paraxis.explaining import Explanation, explain_planned
+from paraxis.listing import _Listing
 from paraxis.planning import Planned, imagined
 
 IDS = (torch.zeros(2, 8, dtype=torch.long),)
@@ -103,3 +107,14 @@ def test_plain_data(planned: Planned) -> None:
     data = one(planned, "head").to_json()
     assert data["name"] == "head.weight" and data["shape"] == [96, 32] and data["world_size"] == 4
     assert data["alternatives"][0].keys() == {"placement", "possible", "seconds", "bytes", "cost", "collectives"}
+
+
+def test_blocks_left_out_of_a_program_are_named_together() -> None:
+    listing = object.__new__(_Listing)
+    alike = Repeated("model.layers", nn.ModuleList(), 2, {2: 1, 3: 1, 4: 0, 6: 1})
+    listing.planned = SimpleNamespace(repeated=[alike])  # type: ignore[assignment]
+    assert listing._others() == [
+        "# model.layers.2 to model.layers.3 run as model.layers.1 does.",
+        "# model.layers.4 runs as model.layers.0 does.",
+        "# model.layers.6 runs as model.layers.1 does.",
+    ]
