@@ -122,7 +122,7 @@ def load_parameters(
         progress: Show a progress bar.
     """
     total = sum(_shard_bytes(params[name], rank) for name in keys)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=not progress)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="Loading weights", disable=None if progress else True)
 
     def load(name: str) -> int:
         param, meta = params[name], _meta_of(params[name])
@@ -167,7 +167,7 @@ def load_converted(
         def fill(out: torch.Tensor, key: str, index: Index) -> None:
             fill_part(out, files[weight_map[key]], key, index)
 
-        for conversion, name in tqdm(needed, desc="Converting weights", disable=not progress or not needed):
+        for conversion, name in tqdm(needed, desc="Converting weights", disable=None if progress and needed else True):
             meta = _meta_of(params[name])
             assert meta.placement is not None
             shape = local_shape(meta.placement, meta.shape, rank)
