@@ -14,6 +14,7 @@ _EXPORTS = {
     "parallelize_model": "api",
     "plan_model": "planning",
     "warm_up": "warming",
+    "no_sync": "data_parallel",
     "save_state": "weights.state",
     "load_state": "weights.state",
     "explain_plan": "explaining",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .comparing import compare_plans
     from .compile import parallelize_backend
     from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
+    from .data_parallel import no_sync
     from .errors import CollectiveError, UnsoundRuleError
     from .explaining import explain_plan
     from .meta import MetaAwareMethodsPatcher, initialize_parameter_meta, move_model_to_device

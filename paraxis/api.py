@@ -16,6 +16,7 @@ from torch import nn
 from .behaviour import dress
 from .compile import CompiledCall
 from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
+from .data_parallel import check_option
 from .meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
 from .planning import make_plan
 from .sharded import ShardedTensor
@@ -48,7 +49,7 @@ def parallelize_model(
 
     Args:
         model: A Hub id, a directory written by ``save_pretrained``, or a module.
-        parallel_ctx: The process group and the device.
+        parallel_ctx: The process group, or a mesh with data-parallel ranks too, and the device.
         model_args: More positional arguments for the model's constructor.
         revision: Revision on the Hub.
         cache_dir: Where downloads are kept.
@@ -68,14 +69,15 @@ def parallelize_model(
     """
     _check_distributed(parallel_ctx)
     config, kwargs = split_config(kwargs)
+    check_option(parallel_ctx, config)
     examples = kwargs.pop("example_inputs", None)
     folder = None
     if not isinstance(model, nn.Module):
         check_transformers_version()
         folder = resolve_checkpoint(
-            model, revision, cache_dir, local_files_only, weights=not skip_load_weights, group=parallel_ctx.tp_group
+            model, revision, cache_dir, local_files_only, weights=not skip_load_weights, group=parallel_ctx.everybody
         )
-        with together(parallel_ctx.tp_group, f"building {os.fspath(model)!r}"):
+        with together(parallel_ctx.everybody, f"building {os.fspath(model)!r}"):
             model = _build(folder, model_args, torch_dtype, kwargs)
     elif kwargs:
         raise TypeError(f"unknown options for a module: {', '.join(kwargs)}")
@@ -84,10 +86,10 @@ def parallelize_model(
         for parameter in parallel_ctx.param_cache.values():
             _meta(parameter).source = None
     if folder is not None and not skip_load_weights:
-        with together(parallel_ctx.tp_group, "checking the checkpoint"):
+        with together(parallel_ctx.everybody, "checking the checkpoint"):
             made_up = _map_weights(parallelized, folder, parallel_ctx)
-        check_same_files(folder, parallel_ctx.weight_map.values(), parallel_ctx.tp_group)
-        if made_up and parallel_ctx.rank == 0:
+        check_same_files(folder, parallel_ctx.weight_map.values(), parallel_ctx.everybody)
+        if made_up and parallel_ctx.is_first:
             warnings.warn(_not_trained(made_up, folder), stacklevel=2)
     _check_same_weights(parallel_ctx)
     call = CompiledCall(parallelized, parallel_ctx, config)
@@ -178,7 +180,7 @@ def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module
         raise RuntimeError("this model is already parallel: call parallelize_model on a model once")
     if dtype is not None and not isinstance(dtype, str):
         model.to(dtype)
-    ctx.plan, ctx.compile_times = None, 0
+    ctx.plan, ctx.compile_times, ctx.averager = None, 0, None
     ctx.conversions = []
     ctx.parallel_layer_cache.clear()
     ctx.param_cache.clear()
@@ -221,7 +223,7 @@ def _not_trained(names: list[str], folder: Path) -> str:
 def _check_same_weights(ctx: ParallelExecutionCtx) -> None:
     """A module that comes with values must come with the same ones on every rank."""
     mine = checksums(ctx.param_cache)
-    everybody = exchange(ctx.tp_group, mine, "comparing the weights of the module")
+    everybody = exchange(ctx.everybody, mine, "comparing the weights of the module")
     for rank, theirs in enumerate(everybody):
         differing = [n for n in {**theirs, **everybody[0]} if theirs.get(n) != everybody[0].get(n)]
         if differing:

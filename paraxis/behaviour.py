@@ -15,6 +15,7 @@ from torch import nn
 
 from .core import ParallelExecutionCtx
 from .distributed.collectives import broadcast
+from .regather import keeping
 from .sharded import ShardedTensor
 from .weights.save import save_checkpoint
 
@@ -23,11 +24,11 @@ def dress(model: Any, ctx: ParallelExecutionCtx) -> None:
     """Adapt the methods of a model whose parameters are sharded."""
     model.register_state_dict_post_hook(_state_as_dtensors)
     model._apply = _converter(model)
-    if hasattr(model, "generate") and ctx.world_size > 1:
-        model.generate = _agreeing(model.generate, ctx)
+    if hasattr(model, "generate") and dist.get_world_size(ctx.everybody) > 1:
+        model.generate = _agreeing(model.generate, model, ctx)
     if hasattr(model, "get_compiled_call"):  # what generate decodes with: it is compiled already
         model.get_compiled_call = lambda compile_config=None: model.__call__
-    if hasattr(model, "save_pretrained") and ctx.world_size > 1:
+    if hasattr(model, "save_pretrained") and dist.get_world_size(ctx.everybody) > 1:
         model.save_pretrained = _saver(model, ctx)
 
 
@@ -56,8 +57,11 @@ def _converter(model: nn.Module) -> Callable[..., nn.Module]:
     return apply
 
 
-def _agreeing(generate: Callable[..., Any], ctx: ParallelExecutionCtx) -> Callable[..., Any]:
-    """Sampling on all ranks from the random state of the first: they must draw the same tokens."""
+def _agreeing(generate: Callable[..., Any], model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
+    """Sampling on all ranks from the random state of the first: they must draw the same tokens.
+
+    Data-parallel ranks may generate other texts, of other lengths, so that what they split is gathered once, before.
+    """
 
     def same_draws(*args: Any, **kwargs: Any) -> Any:
         device = ctx.current_device
@@ -67,7 +71,8 @@ def _agreeing(generate: Callable[..., Any], ctx: ParallelExecutionCtx) -> Callab
             torch.cuda.set_rng_state(
                 broadcast(torch.cuda.get_rng_state(device).to(carrier), ctx.tp_group).cpu(), device
             )
-        return generate(*args, **kwargs)
+        with keeping(p for p in model.parameters() if isinstance(p, ShardedTensor)):
+            return generate(*args, **kwargs)
 
     return same_draws
 
@@ -77,9 +82,9 @@ def _saver(model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
 
     def save_pretrained(save_directory: Any, **kwargs: Any) -> None:
         if kwargs.get("state_dict") is not None:  # somebody has gathered what is to be saved
-            if ctx.rank == 0:
+            if ctx.is_first:
                 type(model).save_pretrained(model, save_directory, **kwargs)  # type: ignore[attr-defined]
-            dist.barrier(ctx.tp_group)
+            dist.barrier(ctx.everybody)
             return
         plain = {k: kwargs.pop(k) for k in ("max_shard_size", "save_original_format") if k in kwargs}
         for name in ("is_main_process", "safe_serialization"):  # the first rank writes, and safetensors only

@@ -15,11 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from .capture import GraphBreak
+from .capture import CaptureError, GraphBreak
 from .capture.growing import mark_fixed, mark_growing
 from .capture.guards import ParametersReplaced, needed_guards
 from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_encoders, translated
 from .core import Config, ParallelExecutionCtx
+from .data_parallel import gather_when_used, include, splits
 from .distributed.collectives import meet
 from .inductor import compile_local, options_of
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
@@ -28,6 +29,7 @@ from .passes.replace import finish_plan, place_unused
 from .passes.solve import RESULT, Solved
 from .plan import Plan
 from .progress import stage
+from .regather import letting_go
 from .sharded import ShardedTensor, UnplacedError, shard_gradient
 from .solver import Value
 from .weights import materialize_parameters
@@ -45,25 +47,32 @@ def parallelize_backend(
     Use it as ``torch.compile(model, fullgraph=True, backend=partial(parallelize_backend, ctx=ctx, config=config))``
     on a model whose parameters carry :class:`~paraxis.core.ParameterMeta`; :func:`parallelize_model` does all that.
     """
-    shown = config.show_progress and ctx.rank == 0
+    shown = config.show_progress and ctx.is_first
     with stage("Preparing the program for new inputs", shown and not ctx.planning):
         local = run_pipeline(graph_module, example_inputs, ctx, config)
     ctx.compile_times += 1
+    include(example_inputs, ctx)
     if not torch.is_grad_enabled() and (config.compile is None or ctx.current_device.type == "cpu"):
         grow_in_place(local, compiled=config.compile is not None)
+    if splits(ctx, config):
+        gather_when_used(local.graph)
+        local.recompile()
     if config.compile is None:
-        return local
+        return letting_go(local) if splits(ctx, config) else local
     meet(ctx.tp_group, ctx.current_device)
     options = options_of(config.mode, ctx.tp_group, ctx.current_device)
+    if splits(ctx, config) and options.pop("triton.cudagraphs", False):
+        logging.getLogger("paraxis").info("no CUDA graphs: weights that are gathered lie elsewhere in every call")
     with together(ctx.tp_group, "compiling the local program"), stage("Compiling with Inductor", shown):
         try:
-            return compile_local(local, graph_module, _sharded_parameters(graph_module, ctx), options, ctx)
+            compiled = compile_local(local, graph_module, _sharded_parameters(graph_module, ctx), options, ctx)
+            return letting_go(compiled) if splits(ctx, config) else compiled
         except GuardOnDataDependentSymNode as error:  # an operator of the model looks at its data in Python
             if ctx.rank == 0:
                 reason = str(error).splitlines()
                 why = next((line for line in reason if line.startswith("Caused by")), reason[0])
                 logging.getLogger("paraxis").warning("Inductor cannot compile this graph, which runs as it is: %s", why)
-            return local
+            return letting_go(local) if splits(ctx, config) else local
 
 
 def _sharded_parameters(captured: GraphModule, ctx: ParallelExecutionCtx) -> dict[Any, nn.Parameter]:
@@ -81,7 +90,7 @@ def run_pipeline(
     passes = list(config.pipeline or build_parallel_pass_pipeline())
     captured = graph_module
     loading = next((i for i, p in enumerate(passes) if isinstance(p, InitializeOrLoadWeightsPass)), len(passes))
-    with together(ctx.tp_group, "compiling the model", config.sync_timeout):
+    with together(ctx.everybody if ctx.planning else ctx.tp_group, "compiling the model", config.sync_timeout):
         for step in passes[:loading]:
             graph_module = step(graph_module, ctx=ctx, config=config)
     _compare_graphs(ctx, config, _digest(captured), _summary(example_inputs))
@@ -151,6 +160,11 @@ class CompiledCall:
 
     def open(self, problem: str) -> None:
         """Run the module's own forward in Python from now on, and compile its children instead."""
+        if splits(self.ctx, self.config):
+            raise CaptureError(
+                f"{self.name or 'the model'} is not one graph, and data-parallel ranks that split parameters must "
+                f"gather them in one order, whatever their data: {problem}. Use data_parallel='replicate'."
+            )
         self.opened = True
         if self.ctx.plan is None:
             self.ctx.plan = Plan(self.ctx.world_size)
@@ -230,7 +244,8 @@ def _summary(example_inputs: list[Any]) -> str:
 
 def _compare_graphs(ctx: ParallelExecutionCtx, config: Config, digest: str, summary: str) -> None:
     """Raise on all ranks if they did not compile the same graph: its collectives would wait for one another forever."""
-    answers = exchange(ctx.tp_group, [digest, summary], "comparing the compiled graphs", config.sync_timeout)
+    group = ctx.everybody if ctx.planning else ctx.tp_group
+    answers = exchange(group, [digest, summary], "comparing the compiled graphs", config.sync_timeout)
     if len({digest for digest, _ in answers}) > 1:
         described = "; ".join(f"rank {rank}: {inputs}" for rank, (_, inputs) in enumerate(answers))
         raise RuntimeError(

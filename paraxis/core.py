@@ -16,9 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
+from .distributed.mesh import Groups, groups_of
 from .placement import Placement
 
 if TYPE_CHECKING:
+    from .distributed.averaging import Averager
+    from .distributed.split import Split
     from .passes.base import PassPipeline
     from .plan import Plan
     from .solver import Machine
@@ -63,7 +66,11 @@ class ParameterMeta:
         dim: The dimension that ``mapping`` slices.
         mapping: From slices of the local shard, along ``dim``, to slices of tensors in the checkpoint.
         placement: Where its elements live; ``None`` until the plan is solved.
+        group: The tensor-parallel ranks, over which it is placed.
         source: A materialized tensor to slice it from, for modules that came with their weights.
+        split: How data-parallel ranks split the shard between them, if they do.
+        everybody: All ranks that hold parts or copies of it: those of the mesh.
+        averager: What averages its gradient over data-parallel ranks that have copies of it.
     """
 
     name: str = ""
@@ -79,6 +86,9 @@ class ParameterMeta:
     placement: Placement | None = None
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     source: torch.Tensor | None = field(default=None, repr=False)
+    split: Split | None = field(default=None, repr=False)
+    everybody: dist.ProcessGroup | None = field(default=None, repr=False)
+    averager: Averager | None = field(default=None, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterMeta:
         # Dynamo copies the metadata it guards on; identity must survive that.
@@ -92,6 +102,8 @@ class ParallelExecutionCtx:
     Attributes:
         tp_group: The tensor-parallel process group; a one-dimensional ``DeviceMesh`` (``mesh["tp"]``) is taken too.
         current_device: The device of this process.
+        mesh: Instead of ``tp_group``, a ``DeviceMesh`` with a dimension ``tp`` and, for ranks that train on other data,
+            one that is called ``dp``: ``init_device_mesh("cuda", (4, 8), mesh_dim_names=("dp", "tp"))``.
         example_inputs: The inputs the last graph was captured with; parameters as they are, other tensors without data.
         parallel_layer_cache: Parallel layers by the parameters and flags they were made for.
         param_cache: Parameters by name.
@@ -104,10 +116,12 @@ class ParallelExecutionCtx:
         timings: Seconds spent in each stage: capture, decompose, search, rewrite, load.
         aliases: For parameters that several modules share: all their names, by the first.
         repeats: How many parameters of the model one that is planned stands for, where blocks are planned once.
+        averager: What averages gradients over data-parallel ranks, where there are any.
     """
 
-    tp_group: dist.ProcessGroup
-    current_device: torch.device
+    tp_group: dist.ProcessGroup = None  # type: ignore[assignment]
+    current_device: torch.device = None  # type: ignore[assignment]
+    mesh: DeviceMesh | None = None
     example_inputs: list[Any] = field(default_factory=list)
     parallel_layer_cache: dict[Any, nn.Module] = field(default_factory=dict)
     param_cache: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -120,6 +134,7 @@ class ParallelExecutionCtx:
     timings: dict[str, float] = field(default_factory=dict)
     aliases: dict[str, list[str]] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
+    averager: Averager | None = None
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -131,13 +146,21 @@ class ParallelExecutionCtx:
             self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - started
 
     def __post_init__(self) -> None:
+        self._groups: Groups | None = None
+        if isinstance(self.mesh, DeviceMesh):
+            if self.tp_group is not None:
+                raise ValueError("give either tp_group or mesh: a mesh has a dimension 'tp' for the group")
+            self._groups = groups_of(self.mesh)
+            self.tp_group = self._groups.tp
         if isinstance(self.tp_group, DeviceMesh):
             if self.tp_group.ndim != 1:
                 raise ValueError(
                     f"tp_group is a DeviceMesh with {self.tp_group.ndim} dimensions "
-                    f"{self.tp_group.mesh_dim_names}; pass one of them, for example mesh['tp']."
+                    f"{self.tp_group.mesh_dim_names}; pass it as mesh=, or one of them, for example mesh['tp']."
                 )
             self.tp_group = self.tp_group.get_group()
+        if self.current_device is None:
+            raise TypeError("current_device is missing: give the device of this process, as in torch.device('cuda', 0)")
         self.current_device = torch.device(self.current_device)
 
     @property
@@ -150,8 +173,37 @@ class ParallelExecutionCtx:
         """The number of ranks a tensor is split over."""
         return dist.get_world_size(self.tp_group)
 
+    @property
+    def groups(self) -> Groups:
+        """The process groups: tensor-parallel ranks, data-parallel ranks, and all of them."""
+        if self._groups is None:
+            places = tuple((0, rank) for rank in range(self.world_size))
+            self._groups = Groups(self.tp_group, None, self.tp_group, places)
+        return self._groups
+
+    @property
+    def everybody(self) -> dist.ProcessGroup:
+        """All ranks that work on the model: those of the mesh."""
+        return self.groups.everybody
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks and writes for all."""
+        return dist.get_rank(self.everybody) == 0
+
+    @property
+    def dp_rank(self) -> int:
+        """This process's rank among those that hold the same part of the model and work on other data."""
+        return dist.get_rank(self.groups.dp) if self.groups.dp is not None else 0
+
+    @property
+    def dp_size(self) -> int:
+        """The number of ranks that hold the same part of the model and work on other data."""
+        return dist.get_world_size(self.groups.dp) if self.groups.dp is not None else 1
+
 
 OBJECTIVES = ("prefill", "decode", "training")
+DATA_PARALLEL = ("replicate", "shard")
 
 
 @dataclass
@@ -174,6 +226,9 @@ class Config:
         compile: How a rank's local program runs: as it is (``None``) or compiled (``"inductor"``).
         mode: Inductor's mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, ...
         gather_outputs: Whether tensors returned to the caller are made whole.
+        data_parallel: What the ranks of the mesh's dimension ``dp`` keep: ``"replicate"`` (the default), each all of
+            its tensor-parallel shards, gradients being averaged; or ``"shard"``, a part of them, of the gradients and
+            of the optimizer's state each, gathered when they are used.
         init_seed: Seed of the initialization of weights; ``None`` takes torch's current seed of the first rank.
         show_progress: Show what is going on, and a bar while weights are loaded, on the first rank.
         check_finite: Look for NaN and infinity in the weights that are loaded, and warn of them by name.
@@ -195,6 +250,7 @@ class Config:
     compile: str | None = None
     mode: str | None = None
     gather_outputs: bool = True
+    data_parallel: str | None = None
     init_seed: int | None = None
     show_progress: bool = True
     check_finite: bool = False
@@ -205,6 +261,9 @@ class Config:
     sync_timeout: float = 120.0
 
     def __post_init__(self) -> None:
+        if self.data_parallel not in (None, *DATA_PARALLEL):
+            known = " or ".join(map(repr, DATA_PARALLEL))
+            raise ValueError(f"data_parallel={self.data_parallel!r} is not known: use {known}")
         if self.objective not in (None, *OBJECTIVES):
             raise ValueError(f"objective={self.objective!r} is not known: use one of {', '.join(OBJECTIVES)}")
         if self.compile not in (None, "inductor"):

@@ -27,7 +27,7 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if any(x.requires_grad or getattr(x._spec, "name", None) for x in sharded):
         return NotImplemented
-    if any(x._spec.group is not sharded[0]._spec.group for x in sharded):
+    if any(x._spec.group is not sharded[0]._spec.group or x.dp_split is not None for x in sharded):
         return NotImplemented
     group = sharded[0]._spec.group
     world, rank = dist.get_world_size(group), dist.get_rank(group)

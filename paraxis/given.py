@@ -25,7 +25,7 @@ def use_plan(given: Plan | str | os.PathLike[str], ctx: ParallelExecutionCtx) ->
     plan = given if isinstance(given, Plan) else _read(given)
     problems = problems_of(plan, ctx)
     placed = json.dumps({name: to_json(p.placement) for name, p in sorted(plan.parameters.items())})
-    said = exchange(ctx.tp_group, [problems, placed], "comparing the given plans")
+    said = exchange(ctx.everybody, [problems, placed], "comparing the given plans")
     for rank, (found, text) in enumerate(said):
         if found:
             lines = "\n".join(f"  - {problem}" for problem in found[:12])

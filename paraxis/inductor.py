@@ -100,7 +100,7 @@ def compile_local(
     given = [node.meta["example_value"] for node in captured.graph.find_nodes(op="placeholder")]
     fake_mode = detect_fake_mode([x for x in given if isinstance(x, torch.Tensor)])
     assert fake_mode is not None, "a graph is compiled for fake inputs"
-    shards = [fake_mode.from_tensor(p._local, static_shapes=True) for p in lifted.parameters]  # type: ignore[attr-defined]
+    shards = [fake_mode.from_tensor(_like_shard(p), static_shapes=True) for p in lifted.parameters]
     for shard, parameter in zip(shards, lifted.parameters, strict=True):
         shard.requires_grad_(grad and parameter.requires_grad)
     examples = [*shards, *(_plain(given[i]) for i in lifted.inputs)]
@@ -180,8 +180,9 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, p
     sharded, inputs, wrappers = lifted.parameters, lifted.inputs, lifted.wrappers
     positions, expected = list(lifted.arguments), list(lifted.arguments.values())
     moved, device = lifted.moved, lifted.device
-    held: list[torch.Tensor] = [p._local for p in sharded]  # type: ignore[attr-defined]
-    forms = [_form(x) for x in held]
+    split = any(p.dp_split is not None for p in sharded)  # type: ignore[attr-defined]
+    held: list[torch.Tensor] = [] if split else [p._local for p in sharded]  # type: ignore[attr-defined]
+    forms = [_form(_like_shard(p)) for p in sharded]
     written = [i for i, position in enumerate(inputs) if position in lifted.written]
     recorded = Recorded(compiled, written, moved, pool) if pool is not None else None
 
@@ -192,11 +193,11 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, p
         if torch.is_grad_enabled():
             results = compiled(*(unwrap(p) for p in sharded), *(unwrap(args[i]) for i in inputs))
         else:
-            shards = [p._local for p in sharded]  # type: ignore[attr-defined]
-            if not all(map(is_, shards, held)):
+            shards = [unwrap(p) for p in sharded] if split else [p._local for p in sharded]  # type: ignore[attr-defined]
+            if split or not all(map(is_, shards, held)):
                 if [_form(x) for x in shards] != forms:
                     raise ParametersReplaced("a parameter has a shard of another form than it was compiled for")
-                held = shards
+                held = [] if split else shards
             given = [x._local if isinstance(x := args[i], ShardedTensor) else x for i in inputs]
             if recorded is not None:
                 results = recorded(shards, given)
@@ -207,6 +208,12 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, p
         return torch.fx.node.map_aggregate(lifted.results, lambda x: results[x.position] if type(x) is _At else x)
 
     return run
+
+
+def _like_shard(parameter: Any) -> torch.Tensor:
+    """The shard that a program takes, or one that is like it where data-parallel ranks split it."""
+    local: torch.Tensor = parameter._local
+    return local if parameter.dp_split is None else local.new_empty(parameter.dp_split.shape)
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def recall(key: str | None, ctx: ParallelExecutionCtx) -> bool:
 
     The first rank reads it for all of them, by its key: their disks and environments may differ.
     """
-    text = _read(key, ctx) if ctx.rank == 0 else None
-    text = exchange(ctx.tp_group, text, "looking for a plan that was kept")[0]
+    text = _read(key, ctx) if ctx.is_first else None
+    text = exchange(ctx.everybody, text, "looking for a plan that was kept")[0]
     if text is None:
         return False
     place(Plan.from_json(json.loads(text)), ctx)
@@ -73,7 +73,7 @@ def _read(key: str | None, ctx: ParallelExecutionCtx) -> str | None:
 def keep(key: str | None, ctx: ParallelExecutionCtx) -> None:
     """Write the plan that was made, where the next run finds it. What keeps it from being written is no error."""
     folder, plan = directory(), ctx.plan
-    if key is None or folder is None or plan is None or plan.breaks or ctx.rank != 0:
+    if key is None or folder is None or plan is None or plan.breaks or not ctx.is_first:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)

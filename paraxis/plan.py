@@ -123,6 +123,7 @@ class Plan:
         seconds: The time alone.
         communication: The part of it that is spent on collectives.
         optimal: Whether the search was exhaustive.
+        data_parallel: What data-parallel ranks keep, in words; empty without any. Not compared nor saved.
         memory: What it takes of a rank's memory; known where it was made by :func:`paraxis.plan_model`.
         timings: Seconds that :func:`paraxis.plan_model` took, by stage. Not part of what is compared or saved.
     """
@@ -139,6 +140,7 @@ class Plan:
     seconds: float = 0.0
     communication: float = 0.0
     optimal: bool = True
+    data_parallel: str = field(default="", compare=False)
     memory: Memory | None = field(default=None, compare=False)
     timings: dict[str, float] = field(default_factory=dict, compare=False)
 
@@ -276,6 +278,7 @@ class Plan:
             some = ", ".join(dict.fromkeys(pattern_of(name) for name in self.unplanned[:64]))
             lines.append(f"Not used by the planned forward, split for memory where possible: {some}")
         lines += [f"Not one graph: {reason}" for reason in self.breaks]
+        lines += [f"Beside them: {self.data_parallel}."] if self.data_parallel else []
         return "\n".join(lines)
 
 

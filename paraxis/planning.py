@@ -53,7 +53,7 @@ def make_plan(
         if load:
             materialize_parameters(ctx, config)
         return None, []
-    key = fingerprint(call.module, ctx, config, examples) if load and ctx.rank == 0 else None
+    key = fingerprint(call.module, ctx, config, examples) if load and ctx.is_first else None
     if load and recall(key, ctx):
         materialize_parameters(ctx, config)
         return None, []
@@ -105,7 +105,7 @@ def _first_blocks(
                 capture(model, args, kwargs, lambda graph, inputs: graphs.append((graph, inputs)))
     except Exception as error:  # the forward counts on all its blocks, or cannot be captured at all
         failed = f"{type(error).__name__}: {error}"
-    if any(exchange(ctx.tp_group, failed, "capturing the first blocks", config.sync_timeout)):
+    if any(exchange(ctx.everybody, failed, "capturing the first blocks", config.sync_timeout)):
         return None, []
     return graphs[0], repeated
 
@@ -127,12 +127,12 @@ def _whole_model(
     """The graph of the model, or what stands in the way of capturing it as one."""
     graphs: list[Graph] = []
     obstacle = None
-    with together(ctx.tp_group, "capturing the model", config.sync_timeout), torch.no_grad():
+    with together(ctx.everybody, "capturing the model", config.sync_timeout), torch.no_grad():
         try:
             capture(model, args, kwargs, lambda graph, inputs: graphs.append((graph, inputs)))
         except GraphBreak as error:
             obstacle = str(error)
-    obstacles = [x for x in exchange(ctx.tp_group, obstacle, "capturing the model", config.sync_timeout) if x]
+    obstacles = [x for x in exchange(ctx.everybody, obstacle, "capturing the model", config.sync_timeout) if x]
     return (None, obstacles[0]) if obstacles else (graphs[0], "")
 
 

@@ -19,12 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as DTReplicate
 from torch.distributed.tensor import Shard as DTShard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
+from . import regather
 from .core import ParameterMeta
 from .distributed.chunks import chunk_at, chunk_list, write_items
+from .distributed.mesh import DP, TP
 from .distributed.random import RandomState
 from .distributed.redistribute import gather_box, slice_box, sum_copies
+from .distributed.split import Split
 from .placement import Placement, Replicate, Shard, local_shape
 
 aten = torch.ops.aten
@@ -33,12 +37,19 @@ aten = torch.ops.aten
 class ShardSpec:
     """The placement of an activation or a cache tensor, compared by value: compiled code is guarded on it."""
 
-    def __init__(self, placement: Placement, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, placement: Placement, group: dist.ProcessGroup | None, split: Split | None = None) -> None:
         self.placement = placement
         self.group = group
+        self.split = split
+        """How data-parallel ranks split the shard further: what a gradient and an optimizer's state have."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ShardSpec) and other.placement == self.placement and other.group is self.group
+        return (
+            isinstance(other, ShardSpec)
+            and other.placement == self.placement
+            and other.group is self.group
+            and other.split == self.split
+        )
 
     def __hash__(self) -> int:
         return hash(self.placement)
@@ -82,14 +93,21 @@ class ShardedTensor(torch.Tensor):
 
     @property
     def placement(self) -> Placement:
-        """Where the elements live."""
+        """Where the elements live. Of a parameter that data-parallel ranks split further (``dp_split``): its shards."""
         if self._spec.placement is None:
             raise UnplacedError(f"parameter {getattr(self._spec, 'name', '')!r} has no placement yet: not planned")
         return self._spec.placement
 
+    @property
+    def dp_split(self) -> Split | None:
+        """How data-parallel ranks split the shard between them, if they do."""
+        return self._spec.split
+
     def to_local(self) -> torch.Tensor:
-        """This rank's shard; gradients flow back to the sharded tensor."""
-        return unwrap(self)
+        """What this rank holds; gradients flow back to the sharded tensor."""
+        if self.dp_split is None or not torch.is_grad_enabled():
+            return unwrap(self) if self.dp_split is None else self._local
+        return _Unwrap.apply(self)  # type: ignore[no-any-return]
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank. A collective: all ranks must call it."""
@@ -98,6 +116,8 @@ class ShardedTensor(torch.Tensor):
     def to_dtensor(self) -> DTensor:
         """The same tensor as a DTensor; layouts DTensor cannot express are gathered and replicated."""
         group, placement = self._spec.group, self.placement
+        if self.dp_split is not None:
+            return _split_dtensor(self, self.dp_split)
         mesh = DeviceMesh.from_group(group, self.device.type) if group is not None else None
         local = self._local.detach()
         if isinstance(placement, Shard) and len(placement.layouts) == 1:
@@ -114,9 +134,9 @@ class ShardedTensor(torch.Tensor):
             super().__setitem__(index, value)
             return
         with torch.no_grad():
-            whole = gather_box(self._local, self.placement, self.shape, self._spec.group).clone()
+            whole = whole_of(self).clone()
             whole[index] = value.full_tensor() if isinstance(value, ShardedTensor) else value
-            self._local.copy_(slice_box(whole, self.placement, dist.get_rank(self._spec.group)))
+            self._local.copy_(part_of(whole, self))
 
     # -- protocol of torch.distributed.checkpoint --------------------------------------------------------------
 
@@ -156,8 +176,10 @@ class ShardedTensor(torch.Tensor):
         if _runs_on_shards(func, args, kwargs, sharded):
             return _on_shards(func, args, kwargs, sharded[0])
         from .eager import by_rule
+        from .norms import norms
 
-        result = by_rule(func, args, kwargs)
+        result = norms(func, args, kwargs)
+        result = by_rule(func, args, kwargs) if result is NotImplemented else result
         return _on_the_whole(func, args, kwargs) if result is NotImplemented else result
 
 
@@ -220,7 +242,7 @@ def _runs_on_shards(func: Any, args: Any, kwargs: Any, sharded: list[ShardedTens
     first = sharded[0]
     if len(sharded) == 1 and func in _SAME:
         return True
-    if any(x.shape != first.shape or x.placement != first.placement for x in sharded):
+    if any(x.shape != first.shape or _where(x) != _where(first) for x in sharded):
         return False
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     return all(x.ndim == 0 or x.shape == first.shape for x in tensors)
@@ -237,7 +259,7 @@ def _alike(row: tuple[Any, ...]) -> bool:
     big = [x for x in row if isinstance(x, torch.Tensor) and x.ndim]
     sharded = [x for x in big if isinstance(x, ShardedTensor)]
     return not sharded or (
-        all(x.shape == sharded[0].shape for x in big) and all(x.placement == sharded[0].placement for x in sharded)
+        all(x.shape == sharded[0].shape for x in big) and all(_where(x) == _where(sharded[0]) for x in sharded)
     )
 
 
@@ -249,7 +271,7 @@ def _foreach_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(x, ShardedTensor):
             return x._local
         if like is not None and isinstance(x, torch.Tensor) and x.ndim:
-            return slice_box(x, like.placement, dist.get_rank(like._spec.group))
+            return part_of(x, like)
         return x
 
     def locals_of(arg: Any) -> Any:
@@ -261,7 +283,7 @@ def _foreach_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(result, (list, tuple)):
         return result
     return [
-        x if like is None else ShardedTensor(x, ShardSpec(like.placement, like._spec.group), like.shape)
+        x if like is None else ShardedTensor(x, spec_of(like), like.shape)
         for x, like in zip(result, likes, strict=True)
     ]
 
@@ -282,7 +304,7 @@ def _on_shards(func: Any, args: Any, kwargs: Any, like: ShardedTensor) -> Any:
         if isinstance(x, DTensor):
             x = x.full_tensor()
         if isinstance(x, torch.Tensor) and x.ndim and x.shape == like.shape:
-            return slice_box(x, like.placement, dist.get_rank(like._spec.group))
+            return part_of(x, like)
         return x
 
     def wrap(x: Any) -> Any:
@@ -290,7 +312,7 @@ def _on_shards(func: Any, args: Any, kwargs: Any, like: ShardedTensor) -> Any:
             return x
         if id(x) in wrappers:  # an in-place operator returns its argument
             return wrappers[id(x)]
-        return ShardedTensor(x, ShardSpec(like.placement, like._spec.group), like.shape)
+        return ShardedTensor(x, spec_of(like), like.shape)
 
     args, kwargs = pytree.tree_map(local, (args, kwargs))
     return pytree.tree_map(wrap, func(*args, **kwargs))
@@ -332,21 +354,22 @@ def _on_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
         for known, full in gathered:
             if known is x:
                 return full
-        gathered.append((x, gather_box(x._local, x.placement, x.shape, x._spec.group).clone()))
+        gathered.append((x, whole_of(x).clone()))
         return gathered[-1][1]
 
     full_args, full_kwargs = pytree.tree_map(whole, (args, kwargs))
     if torch.Tag.nondeterministic_seeded in func.tags:
         tensor = gathered[0][0]
-        assert tensor._spec.group is not None
-        result = RandomState(tensor._spec.group, tensor.device).run(func, False, *full_args, **full_kwargs)
+        everybody = getattr(tensor._spec, "everybody", None) or tensor._spec.group
+        assert everybody is not None
+        result = RandomState(everybody, tensor.device).run(func, False, *full_args, **full_kwargs)
     else:
         result = func(*full_args, **full_kwargs)
     if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
         return pytree.tree_map(lambda x: x.as_subclass(GatheredView) if isinstance(x, torch.Tensor) else x, result)
     if func._schema.is_mutable:
         for tensor, full in gathered:
-            tensor._local.copy_(slice_box(full, tensor.placement, dist.get_rank(tensor._spec.group)))
+            tensor._local.copy_(part_of(full, tensor))
             if result is full:
                 result = tensor
     return result
@@ -362,11 +385,28 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
-        spec = ctx.spec
+        spec, split = ctx.spec, ctx.spec.split
         placement = spec.placement
         if isinstance(placement, Shard) and placement.has_copies:
+            held, group = (placement, spec.group) if split is None else (split.held, split.everybody)
+            grad = sum_copies(grad, held, ctx.size, group)
+        return ShardedTensor(grad.contiguous(), ShardSpec(placement, spec.group, split), ctx.size)
+
+
+class _Gathered(torch.autograd.Function):
+    """The shard of a parameter that data-parallel ranks split: gathered; the gradient is averaged and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.spec, ctx.size = tensor._spec, tensor.shape
+        return regather.gather(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
+        spec, placement = ctx.spec, ctx.spec.placement
+        if isinstance(placement, Shard) and placement.has_copies:
             grad = sum_copies(grad, placement, ctx.size, spec.group)
-        return ShardedTensor(grad.contiguous(), ShardSpec(placement, spec.group), ctx.size)
+        return ShardedTensor(spec.split.average(grad), ShardSpec(placement, spec.group, spec.split), ctx.size)
 
 
 class _Wrap(torch.autograd.Function):
@@ -388,14 +428,12 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
         ctx.spec, ctx.size = tensor._spec, tensor.shape
-        full = gather_box(tensor._local, tensor.placement, tensor.shape, tensor._spec.group)
+        full = whole_of(tensor)
         return full.detach().clone() if full is tensor._local else full
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
-        placement, group = ctx.spec.placement, ctx.spec.group
-        local = slice_box(grad, placement, dist.get_rank(group)).contiguous()
-        return ShardedTensor(local, ShardSpec(placement, group), ctx.size)
+        return _gradient(grad, ctx.spec, ctx.size)
 
 
 _given: dict[int, torch.Tensor] = {}
@@ -420,8 +458,9 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     if _given and id(tensor) in _given:
         return _given[id(tensor)]
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return tensor._local
-    return _Unwrap.apply(tensor)  # type: ignore[no-any-return]
+        return tensor._local if tensor.dp_split is None else regather.kept_or_gathered(tensor)
+    function = _Unwrap if tensor.dp_split is None else _Gathered
+    return function.apply(tensor)  # type: ignore[no-any-return]
 
 
 def wrap(local: torch.Tensor, placement: Placement, size: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
@@ -433,7 +472,10 @@ def wrap(local: torch.Tensor, placement: Placement, size: Sequence[int], group: 
 
 def materialize(tensor: ShardedTensor, local: torch.Tensor) -> None:
     """Give an empty sharded parameter its shard, in place, so that it stays the same object."""
-    expected = local_shape(tensor.placement, tensor.shape, dist.get_rank(tensor._spec.group))
+    placement, rank = tensor.placement, dist.get_rank(tensor._spec.group)
+    if tensor.dp_split is not None:
+        placement, rank = tensor.dp_split.held, tensor.dp_split.rank
+    expected = local_shape(placement, tensor.shape, rank)
     if tuple(local.shape) != expected:
         raise ValueError(f"{getattr(tensor._spec, 'name', 'tensor')}: shard {tuple(local.shape)} is not {expected}")
     tensor._local = local
@@ -443,6 +485,66 @@ def shard_gradient(parameter: ShardedTensor, gradient: torch.Tensor) -> torch.Te
     """The gradient of a parameter that was used outside a compiled graph: it comes whole, and is kept sharded."""
     if isinstance(gradient, ShardedTensor):
         return gradient
-    placement, group = parameter.placement, parameter._spec.group
-    assert group is not None
-    return wrap(slice_box(gradient, placement, dist.get_rank(group)), placement, parameter.shape, group)
+    return _gradient(gradient, parameter._spec, parameter.shape)
+
+
+def _gradient(whole: torch.Tensor, spec: Any, size: Sequence[int]) -> ShardedTensor:
+    """A gradient that comes whole, as a parameter keeps it; averaged where data-parallel ranks split the parameter."""
+    local = slice_box(whole, spec.placement, dist.get_rank(spec.group)).contiguous()
+    if spec.split is not None:
+        local = spec.split.average(local)
+    return ShardedTensor(local, ShardSpec(spec.placement, spec.group, spec.split), size)
+
+
+# -- the whole and the part ----------------------------------------------------------------------------------------
+
+
+def spec_of(tensor: ShardedTensor) -> ShardSpec:
+    """Where a tensor is, for another one that is there too."""
+    return ShardSpec(tensor.placement, tensor._spec.group, tensor.dp_split)
+
+
+def _where(tensor: ShardedTensor) -> Any:
+    return tensor.placement, tensor.dp_split
+
+
+def whole_of(tensor: ShardedTensor) -> torch.Tensor:
+    """The whole tensor; this rank's own memory if that is all of it. A collective."""
+    local = tensor._local if tensor.dp_split is None else tensor.dp_split.gather(tensor._local)
+    return gather_box(local, tensor.placement, tensor.shape, tensor._spec.group)
+
+
+def part_of(whole: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
+    """The part of a whole tensor that a rank has if it is sharded as another one."""
+    local = slice_box(whole, like.placement, dist.get_rank(like._spec.group))
+    if like.dp_split is None:
+        return local
+    if torch._C._current_graph_task_id() != -1:
+        raise RuntimeError(
+            f"a gradient of shape {tuple(whole.shape)} comes in part from a compiled graph and in part from Python "
+            "code that read the parameter itself. With data_parallel='shard' these cannot be added: use 'replicate'."
+        )
+    return like.dp_split.take(local)
+
+
+def _split_dtensor(tensor: ShardedTensor, split: Split) -> DTensor:
+    """A parameter that is split over both dimensions of a mesh; what DTensor cannot express is gathered."""
+    placement = tensor.placement
+    layouts = placement.layouts if isinstance(placement, Shard) else ()
+    even = split.within.layouts[0][1].is_even and all(
+        x.is_even and x.contiguous(tensor.shape[d]) and not x.has_copies for d, x in layouts
+    )
+    if not even or len(layouts) > 1:
+        whole = whole_of(tensor)
+        return DTensor.from_local(whole, split.mesh, [DTReplicate()] * split.mesh.ndim, run_check=False)
+    places: dict[str, Any] = {DP: DTShard(split.dim), TP: DTReplicate()}
+    if layouts:
+        dim = layouts[0][0]
+        places[TP] = DTShard(dim)
+        if dim == split.dim:  # cut by tp first, and each piece by dp
+            places[DP] = _StridedShard(dim, split_factor=layouts[0][1].world)
+    order = [places[name] for name in split.mesh.mesh_dim_names or ()]
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return DTensor.from_local(
+        tensor._local.detach(), split.mesh, order, run_check=False, shape=tensor.shape, stride=stride
+    )

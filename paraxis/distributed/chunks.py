@@ -82,7 +82,15 @@ def _cut(ranges: Ranges, others: Sequence[Ranges]) -> list[tuple[int, int]]:
 
 
 def chunks_of(tensor: ShardedTensor) -> list[Chunk]:
-    return chunks(tensor.placement, tensor.shape, dist.get_rank(tensor._spec.group))
+    placement, rank = _held(tensor)
+    return chunks(placement, tensor.shape, rank)
+
+
+def _held(tensor: ShardedTensor) -> tuple[Placement, int]:
+    """Where the elements are that a rank holds, and which rank this is."""
+    if tensor.dp_split is not None:
+        return tensor.dp_split.held, tensor.dp_split.rank
+    return tensor.placement, dist.get_rank(tensor._spec.group)
 
 
 def chunk_list(tensor: ShardedTensor) -> list[Any]:
@@ -97,7 +105,7 @@ def write_items(name: str, tensor: ShardedTensor) -> list[Any]:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    rank = dist.get_rank(tensor._spec.group)
+    _, rank = _held(tensor)
     properties = TensorProperties.create_from_tensor(tensor._local)
     return [
         WriteItem(

@@ -19,7 +19,9 @@ import os
 import platform
 import time
 import uuid
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +36,8 @@ LINE = 64
 """Bytes of a cache line: counters of different ranks do not share one."""
 SPINS = 2000
 """How often to look before giving way to other processes."""
+LABEL = 46
+"""The bits above this one say what is exchanged; those below how many bytes, and how."""
 PATIENCE = 0.2
 """Seconds between looks at whether the others are still alive."""
 
@@ -53,6 +57,23 @@ def host_of(group: dist.ProcessGroup) -> Host | None:
     return _groups[group]
 
 
+@contextmanager
+def labelled(group: dist.ProcessGroup, name: str) -> Iterator[None]:
+    """Say what is exchanged inside, so that ranks that are elsewhere in the program do not take it for something else.
+
+    Only shared memory has room for that: elsewhere a difference in size is all that can be noticed.
+    """
+    host = _groups.get(group)
+    if host is None:
+        yield
+        return
+    host.label = zlib.crc32(name.encode()) & 0xFFFF
+    try:
+        yield
+    finally:
+        host.label = 0
+
+
 class Host:
     """The shared memory of the ranks of one group."""
 
@@ -60,6 +81,8 @@ class Host:
         self.rank, self.world, self.processes, self.timeout = rank, len(processes), processes, timeout
         self.capacity = slot_size(self.world)
         self._count = 0
+        self.label = 0
+        """A number for what is exchanged; ranks that exchange other things fail. See :func:`labelled`."""
         header = self.world * LINE
         self._flags = memoryview(memory)[:header].cast("q")  # per rank: a counter, and what is in either slot
         self._memory, self._offset = memory, header
@@ -99,7 +122,7 @@ class Host:
         slots = self._slots.get(part.dtype) or self._as(part.dtype)
         mine = 8 * self.rank
         slots[self.rank][slot][:size].copy_(part)
-        what = size * part.element_size() << 3 | _KINDS[kind]
+        what = self.label << LABEL | size * part.element_size() << 3 | _KINDS[kind]
         flags[mine + 1 + slot] = what
         flags[mine] = count
         for rank in range(self.world):
@@ -138,7 +161,8 @@ class Host:
 
     def _mismatch(self, rank: int, what: int) -> str:
         kind = next((name for name, code in _KINDS.items() if code == what & 7), "something else")
-        return f"rank {rank} is in {kind} of {what >> 3} bytes"
+        other = " of another parameter" if what >> LABEL != self.label else ""
+        return f"rank {rank} is in {kind} of {(what & (1 << LABEL) - 1) >> 3} bytes{other}"
 
 
 def slot_size(world: int) -> int:

@@ -180,7 +180,7 @@ class Rewriter:
             target, args, kwargs = strategy.localize(target, args, kwargs, self.rank)
         if is_random(step.node):
             if self._random is None:
-                self._random = RandomState(self.group, self.ctx.current_device)
+                self._random = RandomState(self.group, self.ctx.current_device, self.ctx.dp_rank)
             target = named(_seeded(self._random, target, strategy.is_sharded), f"random_{_name(target)}")
             return self._random_call(target, tuple(args), kwargs)
         elif not isinstance(target, torch._ops.OpOverload) and hasattr(target, "__name__"):

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..distributed.redistribute import slice_box
 from .agree import exchange
-from .load import _finish, _meta_of
+from .load import _finish, _meta_of, held
 
 
 def initialize_parameters(
@@ -46,11 +46,10 @@ def initialize_parameters(
             meta = _meta_of(param)
             if not meta.need_initialize:
                 continue
-            assert meta.placement is not None
             torch.manual_seed(_seed_of(meta.name, seed))
             whole = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
             _fill(whole, meta.name, meta.init_fn, init_fn)
-            part = slice_box(whole, meta.placement, rank)
+            part = slice_box(whole, *held(meta, rank))
             shard = torch.empty(part.shape, dtype=meta.dtype, device=device).copy_(part)
             del whole, part
             _finish(param, meta, shard, rank, None)

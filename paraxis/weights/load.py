@@ -126,9 +126,9 @@ def load_parameters(
 
     def load(name: str) -> int:
         param, meta = params[name], _meta_of(params[name])
-        assert meta.placement is not None
+        placement, mine = held(meta, rank)
         handle = files[weight_map[keys[name]]]
-        shard = load_shard(handle, keys[name], meta.placement, meta.shape, rank, meta.dtype, device)
+        shard = load_shard(handle, keys[name], placement, meta.shape, mine, meta.dtype, device)
         _finish(param, meta, shard, rank, keys[name])
         return shard.nbytes
 
@@ -169,10 +169,9 @@ def load_converted(
 
         for conversion, name in tqdm(needed, desc="Converting weights", disable=None if progress and needed else True):
             meta = _meta_of(params[name])
-            assert meta.placement is not None
-            shape = local_shape(meta.placement, meta.shape, rank)
-            shard = torch.empty(shape, dtype=meta.dtype, device=device)
-            conversion.fill(shard, name, tuple(local_index(meta.placement, meta.shape, rank)), fill)
+            placement, mine = held(meta, rank)
+            shard = torch.empty(local_shape(placement, meta.shape, mine), dtype=meta.dtype, device=device)
+            conversion.fill(shard, name, tuple(local_index(placement, meta.shape, mine)), fill)
             _finish(params[name], meta, shard, rank, conversion.keys[0])
 
 
@@ -182,8 +181,7 @@ def slice_parameters(params: Mapping[str, nn.Parameter], rank: int, device: torc
         meta = _meta_of(param)
         if meta.source is None:
             continue
-        assert meta.placement is not None
-        part = slice_box(meta.source, meta.placement, rank)
+        part = slice_box(meta.source, *held(meta, rank))
         shard = torch.empty(part.shape, dtype=meta.dtype, device=device).copy_(part)
         del part
         meta.source = None
@@ -227,16 +225,22 @@ def _meta_of(param: nn.Parameter) -> ParameterMeta:
 
 def _shard_bytes(param: nn.Parameter, rank: int) -> int:
     meta = _meta_of(param)
+    placement, mine = held(meta, rank)
+    return prod(local_shape(placement, meta.shape, mine)) * meta.dtype.itemsize
+
+
+def held(meta: ParameterMeta, rank: int) -> tuple[Placement, int]:
+    """Where the elements of a parameter are kept, and which of the ranks there this is; ``rank`` is the one of tp."""
     assert meta.placement is not None
-    return prod(local_shape(meta.placement, meta.shape, rank)) * meta.dtype.itemsize
+    return (meta.placement, rank) if meta.split is None else (meta.split.held, meta.split.rank)
 
 
 def _finish(param: Any, meta: ParameterMeta, shard: torch.Tensor, rank: int, source: str | None) -> None:
     materialize(param, shard)
     meta.need_initialize = False
-    assert meta.placement is not None
-    meta.dim = meta.placement.layouts[0][0] if isinstance(meta.placement, Shard) and meta.placement.layouts else 0
-    meta.mapping = slice_mapping(meta.placement, meta.shape, rank, meta.dim, source)
+    placement, mine = held(meta, rank)
+    meta.dim = placement.layouts[0][0] if isinstance(placement, Shard) and placement.layouts else 0
+    meta.mapping = slice_mapping(placement, meta.shape, mine, meta.dim, source)
 
 
 def slice_mapping(

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..core import Config, ParallelExecutionCtx, ParameterMeta
+from ..data_parallel import arrange
 from ..sharded import ShardedTensor
 from .agree import exchange, together
 from .init import common_seed, initialize_parameters
@@ -25,14 +26,15 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
     }
     if not pending:
         return
-    seed = common_seed(config.init_seed, ctx.tp_group)
-    with together(ctx.tp_group, "loading the weights"), ctx.timed("load"):
+    arrange(pending, ctx, config)
+    seed = common_seed(config.init_seed, ctx.everybody)
+    with together(ctx.everybody, "loading the weights"), ctx.timed("load"):
         device = ctx.current_device
         own = {name: p for name, p in pending.items() if _meta(p).source is not None}
         slice_parameters(own, ctx.rank, device)
         keys = {name: key for name, p in pending.items() if name not in own and (key := _key(p, ctx))}
         stored = {name: pending[name] for name in keys}
-        progress = config.show_progress and ctx.rank == 0
+        progress = config.show_progress and ctx.is_first
         load_parameters(stored, keys, ctx.weight_map, ctx.rank, device, progress)
         converted = {name for conversion in ctx.conversions for name in conversion.targets}
         load_converted(pending, ctx.conversions, ctx.weight_map, ctx.rank, device, progress)
@@ -45,8 +47,8 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
 def _warn_of_non_finite(parameters: Mapping[str, nn.Parameter], ctx: ParallelExecutionCtx) -> None:
     """On the first rank, of what any rank has found. A collective."""
     found = [n for n, p in parameters.items() if not bool(torch.isfinite(p._local).all())]  # type: ignore[attr-defined]
-    names = sorted({name for names in exchange(ctx.tp_group, found, "looking for NaN") for name in names})
-    if names and ctx.rank == 0:
+    names = sorted({name for names in exchange(ctx.everybody, found, "looking for NaN") for name in names})
+    if names and ctx.is_first:
         some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         warnings.warn(f"NaN or infinity in the weights of {some}", stacklevel=2)
 

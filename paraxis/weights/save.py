@@ -21,9 +21,8 @@ import torch
 from torch import nn
 
 from ..core import ParallelExecutionCtx
-from ..distributed.redistribute import gather_box
 from ..plan import block_of
-from ..sharded import ShardedTensor
+from ..sharded import ShardedTensor, whole_of
 from .agree import together
 from .errors import CheckpointError
 from .weight_map import INDEX_NAME
@@ -56,16 +55,16 @@ def save_checkpoint(
     A directory that holds a checkpoint already keeps it until the new one is complete.
     """
     target = Path(directory)
-    with together(ctx.tp_group, f"saving to {str(target)!r}"):
+    with together(ctx.everybody, f"saving to {str(target)!r}"):
         values = entries(model)
         groups = grouped(model, {n: _plain(v) for n, v in values.items()}, save_original_format)
         files = split(groups, max_shard_size)
         if target.is_file():
             raise NotADirectoryError(f"{str(target)!r} is a file; give a directory to save to")
     made = target / f".saving-{secrets.token_hex(4)}"
-    first = ctx.rank == 0
+    first = ctx.is_first
     try:
-        with together(ctx.tp_group, f"saving to {str(target)!r}"):
+        with together(ctx.everybody, f"saving to {str(target)!r}"):
             if first:
                 made.mkdir(parents=True)
                 _save_configuration(model, made)
@@ -77,13 +76,13 @@ def save_checkpoint(
                 group = next(waiting)
                 known.update(group.stored)
                 gathered = {n: gather(values[n], ctx) for n in group.names}
-                with together(ctx.tp_group, f"saving {', '.join(group.names[:3])}"):
+                with together(ctx.everybody, f"saving {', '.join(group.names[:3])}"):
                     if first:
                         pending |= convert(model, gathered, save_original_format)
-            with together(ctx.tp_group, f"writing {name!r} in {str(target)!r}"):
+            with together(ctx.everybody, f"writing {name!r} in {str(target)!r}"):
                 if first:
                     _write({key: pending.pop(key) for key in wanted}, made / name)
-        with together(ctx.tp_group, f"saving to {str(target)!r}"):
+        with together(ctx.everybody, f"saving to {str(target)!r}"):
             if first:
                 put_in_place(made, target, files, groups)
     finally:
@@ -122,10 +121,10 @@ def _plain(value: Any) -> torch.Tensor:
 def gather(value: Any, ctx: ParallelExecutionCtx) -> torch.Tensor:
     """The whole tensor on the first rank's CPU, nothing on the others. A collective for a sharded one."""
     if isinstance(value, ShardedTensor):
-        whole = gather_box(value._local, value.placement, value.shape, ctx.tp_group)
+        whole = whole_of(value)
     else:
         whole = value.detach()
-    return whole.cpu() if ctx.rank == 0 else whole.new_empty(0)
+    return whole.cpu() if ctx.is_first else whole.new_empty(0)
 
 
 def convert(model: Any, state: State, original: bool) -> State:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..core import ParameterMeta
 from ..sharded import ShardedTensor
 from .agree import together
 from .errors import CheckpointError
@@ -101,8 +102,10 @@ def load_state(
 
 def _group(model: nn.Module) -> dist.ProcessGroup:
     for parameter in model.parameters():
-        if isinstance(parameter, ShardedTensor) and parameter._spec.group is not None:
-            return parameter._spec.group
+        if isinstance(parameter, ShardedTensor) and isinstance(parameter._spec, ParameterMeta):
+            group = parameter._spec.everybody or parameter._spec.group
+            if group is not None:
+                return group
     raise TypeError(f"{type(model).__name__} is not a parallel model; give what parallelize_model returned")
 
 
