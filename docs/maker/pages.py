@@ -23,6 +23,7 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/guides/modules.md",
         "docs/guides/rules.md",
         "docs/guides/training.md",
+        "docs/guides/data-parallel.md",
         "docs/guides/lora.md",
         "docs/guides/compiled.md",
         "docs/guides/multi-node.md",
