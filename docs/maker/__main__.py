@@ -1,4 +1,4 @@
-"""Run in docs/: `python -m maker build OUT`, `... transcripts [PAGE ...]`, `... screenshots [MODEL ...]`."""
+"""Run in docs/: `python -m maker build OUT`, `... transcripts [PAGE[=COMMAND] ...]`, `... screenshots [MODEL ...]`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 from . import screenshots
 from .links import problems
-from .pages import ROOT, load
+from .pages import load
 from .site import build
-from .transcripts import renew
+from .transcripts import write
 
 
 def main(arguments: list[str]) -> int:
@@ -22,9 +22,11 @@ def main(arguments: list[str]) -> int:
                 return 1
             print(f"{build(pages, Path(out))} pages in {out}")
         case ["transcripts", *wanted]:
-            for path, page in load().items():
-                if "<!-- transcript" in page.text and (not wanted or any(name in path for name in wanted)):
-                    (ROOT / path).write_text(renew(page), encoding="utf-8")
+            for each in wanted or [""]:
+                name, _, only = each.partition("=")
+                for path, page in load().items():
+                    if "<!-- transcript" in page.text and name in path:
+                        write(path, only=only)
         case ["screenshots", *wanted]:
             screenshots.renew(wanted)
         case _:

@@ -28,22 +28,25 @@ WIDTH = "100"
 CUT = "..."
 
 
-def renew(page: Page, root: Path = ROOT) -> str:
-    """The text of a page with new transcripts."""
-    lines = page.text.splitlines(keepends=True)
-    replaced: list[tuple[int, int, str]] = []
+def renew(text: str, path: str, root: Path = ROOT, only: str = "") -> list[tuple[str, str]]:
+    """For each transcript of a page what it was and what it is now; ``only`` those whose commands contain a text."""
+    changed = []
     with tempfile.TemporaryDirectory(prefix="transcript-") as folder, ExitStack() as running:
-        for block in blocks_of(page):
+        for block in blocks_of(Page(path, text)):
             if "file" in block.wanted:
                 (Path(folder) / block.wanted["file"]).write_text(block.text, encoding="utf-8")
             elif block.ranks == 1:
                 _run([sys.executable, "-c", block.text], folder, block)
-            if "transcript" in block.wanted:
-                first, count = block.line - 1, block.text.count("\n")
-                replaced.append((first, first + count, transcript(block, folder, root, running)))
-    for first, last, new in reversed(replaced):
-        lines[first:last] = [new]
-    return "".join(lines)
+            if "transcript" in block.wanted and any(only in command for command in block.commands()):
+                changed.append((block.text, transcript(block, folder, root, running)))
+    return changed
+
+
+def write(path: str, root: Path = ROOT, only: str = "") -> None:
+    """Put new transcripts into a page, which may have been worked on meanwhile."""
+    file = root / path
+    for before, after in renew(file.read_text(encoding="utf-8"), path, root, only):
+        file.write_text(file.read_text(encoding="utf-8").replace(before, after, 1), encoding="utf-8")
 
 
 def transcript(block: Block, folder: str, root: Path, running: ExitStack) -> str:
