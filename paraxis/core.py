@@ -148,9 +148,9 @@ class ParallelExecutionCtx:
     def __post_init__(self) -> None:
         self._groups: Groups | None = None
         if isinstance(self.mesh, DeviceMesh):
-            if self.tp_group is not None:
-                raise ValueError("give either tp_group or mesh: a mesh has a dimension 'tp' for the group")
             self._groups = groups_of(self.mesh)
+            if self.tp_group not in (None, self._groups.tp):
+                raise ValueError("give either tp_group or mesh: a mesh has a dimension 'tp' for the group")
             self.tp_group = self._groups.tp
         if isinstance(self.tp_group, DeviceMesh):
             if self.tp_group.ndim != 1:

@@ -8,6 +8,7 @@ parameter, it takes part with zeros, and gets one if another rank has.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from .host import host_of
 
 BUCKET = 25 << 20
 """Bytes of gradients that are averaged together."""
+UNDER_WAY = 2
+"""Buckets that may be on their way: each takes the memory of its gradients once more."""
 
 Local = Callable[[torch.Tensor], torch.Tensor]
 
@@ -52,7 +55,7 @@ class Averager:
         make: Callable[[nn.Parameter, torch.Tensor], torch.Tensor],
     ) -> None:
         self.group, self.world, self._local, self._make = group, dist.get_world_size(group), local, make
-        self.parameters: list[nn.Parameter] = []
+        self._known: list[weakref.ref[nn.Parameter]] = []  # weak, since parameters have hooks that know this
         self._buckets: list[_Bucket] = []
         self._next = 0
         self._pass = -1
@@ -60,9 +63,9 @@ class Averager:
 
     def add(self, parameter: nn.Parameter) -> None:
         """Average the gradients of this parameter, too, whenever it is trained."""
-        if not parameter.dtype.is_floating_point or any(parameter is known for known in self.parameters):
+        if not parameter.dtype.is_floating_point or any(parameter is known() for known in self._known):
             return
-        self.parameters.append(parameter)
+        self._known.append(weakref.ref(parameter))
         trained = parameter.requires_grad
         parameter.requires_grad_(True)  # one that is frozen may be trained later
         parameter.register_post_accumulate_grad_hook(self._arrived)
@@ -90,7 +93,8 @@ class Averager:
 
     def _begin(self, current: int) -> None:
         self._pass, self._next = current, 0
-        self._buckets = self._in_buckets([p for p in reversed(self.parameters) if p.requires_grad])
+        known = [known() for known in reversed(self._known)]
+        self._buckets = self._in_buckets([p for p in known if p is not None and p.requires_grad])
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
 
     def _in_buckets(self, parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
@@ -117,6 +121,8 @@ class Averager:
             pieces.append((torch.zeros_like(held) if gradient is None else self._local(gradient)).reshape(-1))
         flags = torch.tensor(have, dtype=pieces[0].dtype, device=pieces[0].device)
         bucket.finish = self._sum(torch.cat([*pieces, flags]).div_(self.world))
+        if self._next > UNDER_WAY:
+            self._finish(self._buckets[self._next - 1 - UNDER_WAY])
 
     def _sum(self, flat: torch.Tensor) -> Callable[[], torch.Tensor]:
         if self.world == 1:
@@ -139,20 +145,25 @@ class Averager:
         return wait
 
     @torch.no_grad()
+    def _finish(self, bucket: _Bucket) -> None:
+        """Put the averages of a bucket where the gradients are, once."""
+        if bucket.finish is None:
+            return
+        averaged, bucket.finish = bucket.finish(), None
+        flags = averaged[averaged.numel() - len(bucket.parameters) :]
+        start = 0
+        for i, parameter in enumerate(bucket.parameters):
+            held = self._local(parameter)
+            mean = averaged[start : start + held.numel()].view(held.shape)
+            start += held.numel()
+            if parameter.grad is not None:
+                self._local(parameter.grad).copy_(mean)
+            elif float(flags[i]):
+                parameter.grad = self._make(parameter, mean.clone())
+
     def _end(self) -> None:
         for bucket in self._buckets[self._next :]:
             self._start(bucket)
         for bucket in self._buckets:
-            assert bucket.finish is not None
-            averaged = bucket.finish()
-            flags = averaged[averaged.numel() - len(bucket.parameters) :]
-            start = 0
-            for i, parameter in enumerate(bucket.parameters):
-                held = self._local(parameter)
-                mean = averaged[start : start + held.numel()].view(held.shape)
-                start += held.numel()
-                if parameter.grad is not None:
-                    self._local(parameter.grad).copy_(mean)
-                elif float(flags[i]):
-                    parameter.grad = self._make(parameter, mean.clone())
+            self._finish(bucket)
         self._buckets, self._pass = [], -1

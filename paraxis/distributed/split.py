@@ -71,8 +71,11 @@ class Split:
         dim, layout = self.within.layouts[0]
         with labelled(self.group, self.name):
             if layout.is_even:
-                return reduce_scatter(scaled, self.group, dim)
-            return dense(self.take(all_reduce(scaled, self.group)))
+                part = reduce_scatter(scaled, self.group, dim)
+            else:
+                part = dense(self.take(all_reduce(scaled, self.group)))
+        # Some backends sum all of it, of which a view would keep the memory.
+        return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def split_over(name: str, placement: Placement, shape: Sequence[int], groups: Groups, mesh: DeviceMesh) -> Split | None:

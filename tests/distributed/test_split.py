@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from paraxis import CollectiveError, Config, regather
 from paraxis.core import ParameterMeta
 from paraxis.data_parallel import arrange, no_sync
+from paraxis.distributed import averaging
 from paraxis.distributed.chunks import write_items
 from paraxis.distributed.redistribute import slice_box
 from paraxis.meta import _empty_parameter
@@ -121,6 +123,17 @@ def averaged(data_parallel: str) -> None:
 @pytest.mark.parametrize("data_parallel", ["replicate", "shard"])
 def test_gradients_are_averaged_and_clipped(ranks: Any, data_parallel: str) -> None:
     ranks(4).run(averaged, data_parallel)
+
+
+def in_small_buckets() -> None:
+    with mock.patch.object(averaging, "BUCKET", 64):
+        averaged("replicate")
+        accumulated("replicate")
+
+
+def test_several_buckets(ranks: Any) -> None:
+    """More than may be under way."""
+    ranks(4).run(in_small_buckets)
 
 
 def accumulated(data_parallel: str) -> int:

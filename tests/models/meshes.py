@@ -12,15 +12,17 @@ from torch.distributed.device_mesh import init_device_mesh
 def mesh_context(dp: int, tp: int, device: str = "cpu") -> Any:
     from paraxis import ParallelExecutionCtx
 
-    mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp"))
+    if torch.device(device).type == "cuda":
+        torch.zeros(1, device=device)  # or a mesh takes one device per rank
+    mesh = init_device_mesh(torch.device(device).type, (dp, tp), mesh_dim_names=("dp", "tp"))
     return ParallelExecutionCtx(mesh=mesh, current_device=torch.device(device))
 
 
-def on_mesh(folder: str, dp: int, tp: int, **options: Any) -> tuple[Any, Any]:
+def on_mesh(folder: str, dp: int, tp: int, device: str = "cpu", **options: Any) -> tuple[Any, Any]:
     """(parallel model, its context)"""
     from paraxis import parallelize_model
 
-    ctx = mesh_context(dp, tp)
+    ctx = mesh_context(dp, tp, device)
     return parallelize_model(folder, ctx, show_progress=False, **options), ctx
 
 
@@ -58,12 +60,19 @@ def mean_over(losses: list[float], group: Any) -> list[float]:
 
 
 def beside_unsharded(
-    folder: str, dp: int, tp: int, data_parallel: str, count: int = 20, rows: int = 4, **options: Any
+    folder: str,
+    dp: int,
+    tp: int,
+    data_parallel: str,
+    count: int = 20,
+    rows: int = 4,
+    device: str = "cpu",
+    **options: Any,
 ) -> Any:
     """Losses of both, how far parameters are off, and what a rank holds beside what there is."""
-    model, ctx = on_mesh(folder, dp, tp, data_parallel=data_parallel, **options)
-    unsharded = reference(folder)
-    data = batches(count, rows)
+    model, ctx = on_mesh(folder, dp, tp, device, data_parallel=data_parallel, **options)
+    unsharded = reference(folder).to(device)
+    data = [ids.to(device) for ids in batches(count, rows)]
     for each in (model, unsharded):
         each.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
@@ -92,4 +101,5 @@ def beside_unsharded(
 
 
 def _bytes(tensor: Any) -> int:
-    return tensor.to_local().detach().nbytes if hasattr(tensor, "to_local") else tensor.nbytes
+    """The memory that a tensor keeps, be it a view of more."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage().nbytes()

@@ -90,12 +90,12 @@ def in_double(case: Case, folder: str | None, device: str, model: Any, unsharded
 
 
 def pair(
-    case: Case, folder: str | None, device: str, dtype: torch.dtype | None = None, **options: Any
+    case: Case, folder: str | None, device: str, dtype: torch.dtype | None = None, ctx: Any = None, **options: Any
 ) -> tuple[Any, Any, Any]:
     """(parallel model, unsharded model, context); ``options`` are those of ``parallelize_model``."""
     from paraxis import parallelize_model
 
-    ctx = context(device=device)
+    ctx = ctx or context(device=device)
     if folder is None:
         unsharded = case.make().to(device, dtype)
         model = parallelize_model(

@@ -2,7 +2,8 @@
 
 Each as it is, with gradients clipped, accumulated over two batches, with activation checkpointing, and split on the
 sequence. With dropout no two runs draw the same numbers, split or not; there two runs from one seed must agree with
-one another bit by bit, on all ranks, and differ from one without.
+one another bit by bit, on all ranks, and differ from one without. On a mesh, two data-parallel ranks have one row of
+every batch each, and keep all parameters or a part of them; the unsharded model goes through one row after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from datetime import date
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from models.meshes import mean_over, mesh_context
 
 from ranks import RankPool
 from zoo.cases import find
@@ -30,6 +33,11 @@ WAYS = ("plain", "clipped", "accumulated", "checkpointed", "sequence")
 WITH_DROPOUT = "gpt2,bert-mlm*,opt"
 NAMES = [f"{kind}+{way}" for way in WAYS for kind in TYPES.split(",")]
 NAMES += [f"{kind}+dropout" for kind in WITH_DROPOUT.split(",")]
+ON_A_MESH = {
+    "replicate": "llama,gpt2,mixtral,t5*",
+    "shard": "llama,gpt2,mixtral,bloom,deepseek_v3,bamba,falcon,t5*,bert-mlm*",
+}
+NAMES += [f"{kind}+{way}" for way, kinds in ON_A_MESH.items() for kind in kinds.split(",")]
 STEPS = 20
 
 
@@ -50,17 +58,17 @@ def batches(model: Any, case: Any, count: int) -> list[dict[str, Any]]:
     return found
 
 
-def train(model: Any, data: list[dict[str, Any]], way: str) -> list[float]:
-    """The loss of every step."""
+def train(model: Any, data: list[dict[str, Any]], way: str, parts: int = 0) -> list[float]:
+    """The loss of every step, which takes as many batches as it has parts."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, foreach=way != "clipped")
-    each, losses = (2 if way == "accumulated" else 1), []
+    each, losses = parts or (2 if way == "accumulated" else 1), []
     for step in range(STEPS):
         total = 0.0
         for inputs in data[step * each : (step + 1) * each]:
             loss = model(**inputs).loss / each
             loss.backward()
             total += float(loss)
-        if way == "clipped":
+        if way == "clipped" or way in ON_A_MESH:
             torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -68,16 +76,24 @@ def train(model: Any, data: list[dict[str, Any]], way: str) -> list[float]:
     return losses
 
 
-def prepared(name: str, folder: str, way: str) -> tuple[Any, Any]:
+def row(inputs: dict[str, Any], index: int) -> dict[str, Any]:
+    """One of the two rows of a batch."""
+    return {key: value[index : index + 1] for key, value in inputs.items()}
+
+
+def prepared(name: str, folder: str, way: str) -> tuple[Any, Any, Any]:
+    """(parallel model, unsharded model, context)"""
     torch._dynamo.reset()
-    options = {"enable_sequence_parallel": True} if way == "sequence" else {}
-    model, unsharded, _ = pair(find(name), folder, "cpu", **options)
+    options: dict[str, Any] = {"enable_sequence_parallel": True} if way == "sequence" else {}
+    if way in ON_A_MESH:
+        options = {"ctx": mesh_context(2, dist.get_world_size() // 2), "data_parallel": way}
+    model, unsharded, ctx = pair(find(name), folder, "cpu", **options)
     for each in (model, unsharded):
         each.train()
         set_dropout(each, 0.1 if way == "dropout" else 0.0)
         if way == "checkpointed":
             each.gradient_checkpointing_enable()
-    return model, unsharded
+    return model, unsharded, ctx
 
 
 def set_dropout(model: Any, p: float) -> None:
@@ -93,7 +109,7 @@ def with_dropout(name: str, folder: str) -> dict[str, Any]:
     """How far two runs from one seed are apart, and how far the first is from the unsharded model without dropout."""
     runs = []
     for _ in range(2):
-        model, unsharded = prepared(name, folder, "dropout")
+        model, unsharded, _ = prepared(name, folder, "dropout")
         torch.manual_seed(5)
         runs.append(train(model, batches(unsharded, find(name), 2 * STEPS), "plain"))
     set_dropout(unsharded, 0.0)
@@ -118,9 +134,13 @@ def check(name: str, folder: str, way: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     if way == "dropout":
         return with_dropout(name, folder)
-    model, unsharded = prepared(name, folder, way)
+    model, unsharded, ctx = prepared(name, folder, way)
     data = batches(unsharded, find(name), 2 * STEPS)
-    found, right = train(model, data, way), train(unsharded, data, way)
+    if way in ON_A_MESH:
+        found = mean_over(train(model, [row(x, ctx.dp_rank) for x in data[:STEPS]], way), ctx.groups.dp)
+        right = train(unsharded, [row(x, i) for x in data[:STEPS] for i in range(2)], way, parts=2)
+    else:
+        found, right = train(model, data, way), train(unsharded, data, way)
     errors = {}
     for (key, parameter), expected in zip(model.named_parameters(), unsharded.parameters()):
         whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
@@ -170,7 +190,8 @@ def page(records: dict[int, list[Record]]) -> str:
         f"Tiny models with random weights, {STEPS} steps of AdamW in float32 on the same batches: the largest",
         "difference of a loss (right: below 1e-4) and, at the end, of a parameter, relative to its norm (below 1e-3).",
         "Each as it is, with gradients clipped, accumulated over two batches, with activation checkpointing, and split",
-        "on the sequence. With dropout: the difference of two runs from one seed. Made by `make training`.",
+        "on the sequence. With dropout: the difference of two runs from one seed. *replicate* and *shard*: two",
+        "data-parallel ranks beside the others, with one row of every batch each. Made by `make training`.",
         "",
         f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
         f"{platform.python_version()}. {counts}.",
