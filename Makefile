@@ -87,7 +87,7 @@ loading: venv
 docs: venv
 	cd docs && ../$(BIN)/python -m maker build ../build/site
 
-# What the commands in the documentation print, run again; five minutes. `make transcripts PAGES=tutorial`.
+# What the commands in the documentation print, run again; five minutes. `make transcripts PAGES=tutorial=verify`.
 transcripts: venv
 	cd docs && ../$(BIN)/python -m maker transcripts $(PAGES)
 
