@@ -48,6 +48,17 @@ def _dummy(model: nn.Module, device: torch.device, objective: str | None) -> dic
     return _to(dict(model.dummy_inputs), device)  # type: ignore[arg-type,no-any-return]
 
 
+def gives_loss_of_tokens(model: nn.Module) -> bool:
+    """Whether labels are tokens, one for each of the input."""
+    from transformers.models.auto import modeling_auto as auto
+
+    causal = {
+        *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
+        *auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values(),
+    }
+    return type(model).__name__ in causal
+
+
 def _to(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)

@@ -1,8 +1,9 @@
-"""What a plan takes of a rank's memory: parameters, buffers, the cache of a generation, and what training adds.
+"""What a plan takes of a rank's memory: parameters, buffers, activations, the cache, and what training adds.
 
-How large a cache gets is the model's business: some layers keep every position, some a window, some a state. So the
-unsharded model is run without memory, on the meta device, and what it keeps is measured; the plan says which part of
-that a rank holds.
+Activations and the cache are counted by running a rank's program without memory (:mod:`paraxis.activations`). Where
+that cannot be done the cache is still told. How large it gets is the model's business: some layers keep every position,
+some a window, some a state. So the unsharded model is run on the meta device, and what it keeps is measured; the plan
+says which part of that a rank holds.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .capture import whole_op
 from .placement import Placement, local_shape
 from .plan import Memory, Plan
 
 if TYPE_CHECKING:
+    from .activations import Used
     from .passes.solve import Solved
 
 Kept = tuple[tuple[int, ...], torch.dtype]
@@ -34,7 +37,7 @@ DEEPEST = 12
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the memory of a plan is given for; without a context no cache is counted."""
+    """What the memory of a plan is given for; without a context neither cache nor activations are counted."""
 
     batch: int = 1
     context: int | None = None
@@ -49,11 +52,30 @@ class Kinds:
     asked: list[Kept]
 
 
-def kept_tensors(model: nn.Module, planned: dict[str, Any], rows: int, context: int) -> Kinds | str:
-    """What a model keeps after a call with the inputs it is planned with, and after one of ``rows`` and ``context``.
+def kept_tensors(model: nn.Module, planned: dict[str, Any], asked: dict[str, Any]) -> Kinds | str:
+    """What a model keeps after a call with the inputs it is planned with, and after one with those asked for.
 
     A text where that is not known: why.
     """
+    try:
+        found = Kinds(_kept(model, planned)[0], _kept(model, asked)[0])
+    except Exception as error:  # it looks at values, or makes tensors elsewhere
+        return f"it does not run without memory: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    if len(found.planned) != len(found.asked):
+        return "it keeps more tensors after a longer call"
+    return found if found.planned else "it keeps nothing between calls"
+
+
+def growth(model: nn.Module, planned: dict[str, Any], asked: dict[str, Any]) -> float:
+    """How many operators a call with the inputs asked for has for each of one with those planned; 1 if not known."""
+    try:
+        return _kept(model, asked)[1] / _kept(model, planned)[1]
+    except Exception:  # it looks at values, or makes tensors elsewhere
+        return 1.0
+
+
+def resized(planned: dict[str, Any], rows: int, context: int) -> dict[str, Any] | str:
+    """The inputs that a model is planned with for so many sequences and tokens; a text where there are none: why."""
     ids = planned.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return "its inputs are no token ids"
@@ -65,14 +87,7 @@ def kept_tensors(model: nn.Module, planned: dict[str, Any], rows: int, context: 
             return torch.ones(rows, context, dtype=value.dtype)
         return value[:1].expand(rows, *value.shape[1:])
 
-    try:
-        with _experts_at_once(model):
-            found = Kinds(_kept(model, planned), _kept(model, {k: other(k, v) for k, v in planned.items()}))
-    except Exception as error:  # it looks at values, or makes tensors elsewhere
-        return f"it does not run without memory: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    if len(found.planned) != len(found.asked):
-        return "it keeps more tensors after a longer call"
-    return found if found.planned else "it keeps nothing between calls"
+    return {name: other(name, value) for name, value in planned.items()}
 
 
 @contextmanager
@@ -92,12 +107,24 @@ def _experts_at_once(model: nn.Module) -> Iterator[None]:
             setattr(config, name, before)
 
 
-def _kept(model: nn.Module, inputs: dict[str, Any]) -> list[Kept]:
-    state = {n: t.detach().to("meta") for n, t in (*model.named_parameters(), *model.named_buffers())}
+class _Counting(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _kept(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Kept], int]:
+    """What a model keeps after a call, and how many operators it ran."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
     given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    with torch.no_grad():
+    with torch.no_grad(), _experts_at_once(model), _Counting() as counting:
         output = functional_call(model, state, kwargs=given)
-    return [(tuple(t.shape), t.dtype) for t in held_tensors(output)]
+    return [(tuple(t.shape), t.dtype) for t in held_tensors(output)], counting.count
 
 
 def held_tensors(output: Any) -> Iterator[torch.Tensor]:
@@ -126,9 +153,15 @@ def held_tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def memory_of(
-    plan: Plan, parameters: dict[str, Any], model: nn.Module, solved: Solved, kinds: Kinds | str, sizes: Sizes
+    plan: Plan,
+    parameters: dict[str, Any],
+    model: nn.Module,
+    solved: Solved,
+    used: Used | str,
+    kinds: Kinds | str,
+    sizes: Sizes,
 ) -> Memory:
-    """The memory of the fullest rank under a plan."""
+    """The memory of the fullest rank under a plan; of what its program makes that of the rank that was run."""
 
     def held(names: list[str], rank: int) -> int:
         known = ((parameters[n].dtype.itemsize, plan.parameters[n]) for n in names)
@@ -137,19 +170,23 @@ def memory_of(
     ranks = range(plan.world_size)
     trained = [n for n in plan.parameters if parameters[n].requires_grad] if sizes.train else []
     gradients = max(held(trained, rank) for rank in ranks)
-    cache = None
-    if isinstance(kinds, Kinds):
+    cache, activations = None, None
+    if not isinstance(used, str):
+        activations, cache = used.activations, used.cache or None
+    elif isinstance(kinds, Kinds):
         where = places(solved)
         cache = max(_cache_bytes(kinds, where, rank) for rank in ranks)
     return Memory(
         parameters=max(held(list(plan.parameters), rank) for rank in ranks),
         buffers=sum(b.numel() * b.dtype.itemsize for b in model.buffers()),
         cache=cache,
+        activations=activations,
         gradients=gradients,
         optimizer=ADAM * gradients,
         batch=sizes.batch,
         context=sizes.context or 0,
         unknown=kinds if isinstance(kinds, str) else "",
+        uncounted=used if isinstance(used, str) else "",
     )
 
 

@@ -55,27 +55,34 @@ class Memory:
     Attributes:
         parameters: The rank's part of all parameters.
         buffers: What every rank holds whole.
-        cache: Keys, values and states that a generation of ``batch`` sequences keeps after ``context`` tokens; None
-            where that was not asked for or is not known.
+        cache: Keys, values and states that a generation of ``batch`` sequences keeps after ``context`` tokens, with the
+            room it has to grow; None where that was not asked for or is not known.
+        activations: The most that intermediate tensors take at a time: of a prompt of ``context`` tokens with the
+            logits of its last position, or of a training step with what it keeps for the backward pass. None where that
+            was not asked for or is not known.
         gradients: Of what is trained.
         optimizer: The state of AdamW, in the parameters' dtype.
-        batch, context: What the cache is for.
+        batch, context: What cache and activations are for.
         unknown: Why the cache is not known, if it was asked for.
+        uncounted: Why the activations are not known, if they were asked for.
     """
 
     parameters: int
     buffers: int
     cache: int | None = None
+    activations: int | None = None
     gradients: int = 0
     optimizer: int = 0
     batch: int = 1
     context: int = 0
     unknown: str = ""
+    uncounted: str = ""
 
     @property
     def total(self) -> int:
-        """All of it. Activations are not in it."""
-        return self.parameters + self.buffers + (self.cache or 0) + self.gradients + self.optimizer
+        """All of it that is known."""
+        known = self.parameters + self.buffers + self.gradients + self.optimizer
+        return known + (self.cache or 0) + (self.activations or 0)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "total": self.total}
@@ -87,12 +94,18 @@ class Memory:
     def __str__(self) -> str:
         parts = [f"parameters {size_text(self.parameters)}", f"buffers {size_text(self.buffers)}"]
         if self.cache is not None:
-            parts.append(f"cache {size_text(self.cache)} ({self.batch} × {self.context} tokens)")
+            parts.append(f"cache {size_text(self.cache)}")
         elif self.unknown:
             parts.append(f"cache not known ({self.unknown})")
         if self.gradients:
             parts += [f"gradients {size_text(self.gradients)}", f"AdamW {size_text(self.optimizer)}"]
-        return f"{size_text(self.total)} per rank without activations: {', '.join(parts)}"
+        if self.activations is not None:
+            parts.append(f"activations {size_text(self.activations)}")
+        elif self.uncounted:
+            parts.append(f"activations not known ({self.uncounted})")
+        without = " without activations" if self.activations is None else ""
+        sizes = f" for {self.batch} × {self.context} tokens" if self.context else ""
+        return f"{size_text(self.total)} per rank{without}{sizes}: {', '.join(parts)}"
 
 
 def size_text(size: float) -> str:

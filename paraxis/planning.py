@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from .core import Config, ParallelExecutionCtx
 from .given import use_plan
 from .inputs import SIZES, example_call
 from .kept import fingerprint, keep, recall
-from .memory import Kinds, Sizes, kept_tensors, memory_of
+from .memory import Kinds, Sizes, growth, kept_tensors, memory_of, resized
 from .meta import tied_names
 from .passes import InitializeOrLoadWeightsPass, PassPipeline, build_parallel_pass_pipeline
 from .passes.alike import copies, own, spread
@@ -31,6 +31,13 @@ from .progress import stage
 from .solver.constraints import check_names, parse
 from .weights.agree import exchange, together
 from .weights.materialize import materialize_parameters
+
+if TYPE_CHECKING:
+    from .activations import Used
+
+LONGER = 8
+"""How many times as long as the planned program the one may be whose memory is counted: models that go through a prompt
+token by token have programs that nobody wants to wait for."""
 
 Graph = tuple[Any, list[Any]]
 
@@ -193,25 +200,39 @@ def imagined(
         if not isinstance(model, nn.Module):
             with ctx.timed("build"):
                 model = api.build_on_meta(model, torch_dtype, kwargs)
-        kinds: Kinds | str = ""
-        if sizes is not None and sizes.context is not None:
-            with ctx.timed("memory"):
-                kinds = _kept(model, examples, sizes.batch, sizes.context, config)
         parallelized = api.attach(model, ctx, None)
         solved, repeated = make_plan(CompiledCall(parallelized, ctx, config), ctx, config, examples, load=False)
         assert ctx.plan is not None and solved is not None
-        ctx.plan.timings = dict(ctx.timings)
         if sizes is not None:
-            ctx.plan.memory = memory_of(ctx.plan, ctx.param_cache, parallelized, solved, kinds, sizes)
+            with ctx.timed("memory"):
+                used, kinds = _used(parallelized, examples, sizes, ctx, config, repeated)
+            ctx.plan.memory = memory_of(ctx.plan, ctx.param_cache, parallelized, solved, used, kinds, sizes)
+        ctx.plan.timings = dict(ctx.timings)
         yield Planned(ctx.plan, ctx, config, solved, repeated)
 
 
-def _kept(model: nn.Module, examples: Any, batch: int, context: int, config: Config) -> Kinds | str:
-    """What the model keeps between calls of so many sequences and tokens."""
-    _, inputs = example_call(model, examples, torch.device("cpu"), config.objective)
-    ids = inputs.get("input_ids")
+def _used(
+    model: nn.Module, examples: Any, sizes: Sizes, ctx: ParallelExecutionCtx, config: Config, repeated: list[Repeated]
+) -> tuple[Used | str, Kinds | str]:
+    """What a rank's program makes when it runs or, where that cannot be counted, what the model keeps between calls;
+    texts where neither is known."""
+    if sizes.context is None:
+        return "", ""
+    _, planned = example_call(model, examples, torch.device("cpu"), config.objective)
+    ids = planned.get("input_ids")  # some models take several rows for each sequence
     each = len(ids) // SIZES[config.objective][0] if examples is None and ids is not None else 1
-    return kept_tensors(model, inputs, batch * each, context)
+    inputs = resized(planned, sizes.batch * each, sizes.context)
+    if isinstance(inputs, str):
+        return inputs, inputs
+    from .activations import as_called, count
+
+    with only_first(model, repeated):
+        longer = growth(model, planned, inputs)
+    if longer > LONGER:
+        used: Used | str = f"it takes {longer:.0f} times as many operators for so many tokens, too many to look at"
+    else:
+        used = count(model, as_called(model, inputs, sizes.train), sizes.train, ctx, config, repeated)
+    return used, kept_tensors(model, planned, inputs) if isinstance(used, str) and not sizes.train else ""
 
 
 @contextmanager

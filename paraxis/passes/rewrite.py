@@ -181,16 +181,16 @@ class Rewriter:
         if is_random(step.node):
             if self._random is None:
                 self._random = RandomState(self.group, self.ctx.current_device, self.ctx.dp_rank)
-            target = named(_seeded(self._random, target, strategy.is_sharded), f"random_{_name(target)}")
-            return self._random_call(target, tuple(args), kwargs)
+            seeded = named(_seeded(self._random, target, strategy.is_sharded), f"random_{_name(target)}")
+            return self._random_call(seeded, target, tuple(args), kwargs)
         elif not isinstance(target, torch._ops.OpOverload) and hasattr(target, "__name__"):
             target = named(target, target.__name__)
         return self.graph.call_function(target, tuple(args), kwargs)
 
-    def _random_call(self, target: Any, args: tuple[Any, ...], kwargs: Any) -> Node:
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["random"] = True  # numbers are drawn in the order of the program
-        self.solved.order.append(target.__name__)
+    def _random_call(self, seeded: Any, target: Any, args: tuple[Any, ...], kwargs: Any) -> Node:
+        node = self.graph.call_function(seeded, args, kwargs)
+        node.meta["random"] = target  # numbers are drawn in the order of the program
+        self.solved.order.append(seeded.__name__)
         return node
 
     def _emit_layer(self, layer: Layer, strategy: Strategy) -> Node | None:
