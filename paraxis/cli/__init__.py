@@ -7,12 +7,12 @@ Nothing here imports torch before a command runs, so that `--help` answers at on
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 
 from paraxis.cli import bench, calibrate, code, demo, diff, doctor, explain, export, generate, plan, verify
+from paraxis.cli._errors import ended_by_signals
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.command,
@@ -39,6 +39,8 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version
+
         typer.echo(f"paraxis {version('paraxis')}")
         raise typer.Exit
 
@@ -59,4 +61,5 @@ for _name, _command in COMMANDS.items():
 
 def main() -> None:
     """The entry point of the console script."""
-    app()
+    with ended_by_signals():
+        app()

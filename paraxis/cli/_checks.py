@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import Tensor
 
 OUTPUT_LIMIT = 1e-4  # largest absolute difference
@@ -163,6 +162,8 @@ def all_agree(passed: bool) -> bool:
 
 def checks_table(by_rank: Sequence[list[Check]]) -> Table:
     """Each check with its worst result over the ranks."""
+    from rich.table import Table
+
     table = Table("check", "error (worst rank)", "limit", "result", "", title="Against the unsharded model")
     for checks in zip(*by_rank):
         failed = [check for check in checks if not check.passed]

@@ -6,29 +6,38 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from paraxis.cli._errors import UsageError
+
 if TYPE_CHECKING:
     from paraxis import Plan
 
 SIZES = {"a100": 80, "h100": 80, "h200": 141, "b200": 180, "l40s": 48, "a10": 24, "rtx4090": 24, "v100": 32}
 """GB of GPUs that are known by name; another size is said after a dash, as in ``A100-40GB``."""
 USABLE = 0.9
-"""The part of a GPU's memory that is left for the model: the rest is for activations, kernels and fragments."""
+"""The part of a GPU's memory that is left for the model: the rest is for kernels, collectives and fragments."""
 MOST = 64
 """The largest number of ranks that is tried."""
 
 
 def bytes_of(gpu: str) -> int:
     """The memory of a GPU by its name, as in ``H100``, ``A100-40GB`` or ``24GB``."""
-    found = re.search(r"(\d+(?:\.\d+)?)\s*GB$", gpu, re.IGNORECASE)
-    size = float(found[1]) if found else SIZES.get(gpu.lower())
+    found = re.search(r"(?:^|\w[\s-])(\d+(?:\.\d+)?)\s*GB$", gpu.strip(), re.IGNORECASE)
+    size = float(found[1]) if found else SIZES.get(gpu.strip().lower())
+    if found and not size:
+        raise UsageError(f"--gpu {gpu!r} has no memory: say its size, as in 'A100-40GB'")
     if size is None:
-        raise ValueError(f"--gpu {gpu!r} is not known: say its size, as in '{gpu}-80GB', or one of {', '.join(SIZES)}")
+        raise UsageError(f"--gpu {gpu!r} is not known: say its size, as in '{gpu}-80GB', or one of {', '.join(SIZES)}")
     return int(size * 1e9)
+
+
+def room_on(gpu: str) -> int:
+    """The bytes of a GPU that are counted on."""
+    return int(bytes_of(gpu) * USABLE)
 
 
 def fewest(gpu: str, plan: Callable[[int], Plan]) -> Plan:
     """The plan for the smallest power of two of ranks with which a rank fits on the GPU."""
-    room, ranks = int(bytes_of(gpu) * USABLE), 1
+    room, ranks = room_on(gpu), 1
     found = plan(ranks)
     assert found.memory is not None
     alone = found.memory.total

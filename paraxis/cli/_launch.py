@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import resource_tracker
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from paraxis.cli._errors import Ended, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # One thread per rank: the ranks share the machine's cores.
 WORKER_ENVIRONMENT = {
@@ -24,8 +28,12 @@ WORKER_ENVIRONMENT = {
     "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"])),
 }
 
+RANKS_PER_CORE, LEAST_MOST = 8, 16
+"""How many ranks are started here at most, per core and in any case: each takes a few hundred MB before it begins."""
+
 # They repeat a rank's traceback line by line, each with a prefix; `RankFailed` says it once.
 CHATTY_LOGGERS = (
+    "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.launcher.api",
     "torch.multiprocessing.spawn",
@@ -36,7 +44,7 @@ class RankFailed(RuntimeError):
     """A rank raised, or its process died. The message names the rank and holds its traceback."""
 
     @property
-    def reason(self) -> str:
+    def in_short(self) -> str:
         """Who failed and of what, without the way there."""
         who, *lines = str(self).splitlines()
         starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(:|$)", line)]
@@ -45,7 +53,19 @@ class RankFailed(RuntimeError):
 
 def console() -> Console:
     """A console as wide as the terminal, or wide enough for tables where the output goes to a file."""
+    from rich.console import Console
+
     return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def check_ranks(world_size: int) -> None:
+    """Say that there are to be more ranks than this machine can bear before anything is done."""
+    cores = os.cpu_count() or 1
+    if not launched() and world_size > max(LEAST_MOST, RANKS_PER_CORE * cores):
+        raise UsageError(
+            f"--tp {world_size}: that many processes are too many for this machine of {cores} cores. Give a smaller "
+            "--tp, start the ranks on several machines with torchrun, or see what they would do with `paraxis plan`."
+        )
 
 
 def launch(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
@@ -58,8 +78,9 @@ def launch(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     if launched():
         found = int(os.environ["WORLD_SIZE"])
         if found != world_size:
-            raise ValueError(f"--tp {world_size}, but the launcher has started {found} ranks: make them the same")
+            raise UsageError(f"--tp {world_size}, but the launcher has started {found} ranks: make them the same")
         return [fn(*args)]
+    check_ranks(world_size)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -69,7 +90,7 @@ def launch(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     chosen: dict[str, Any] = {}
     if "signals_to_handle" in LaunchConfig.__dataclass_fields__:
         chosen["signals_to_handle"] = "SIGTERM,SIGHUP,SIGQUIT"  # an interrupt becomes the first of them
-    quietly = _interrupts_for_this_process_alone() if chosen else nullcontext()
+    quietly: AbstractContextManager[list[int]] = _interrupts_for_this_process_alone() if chosen else nullcontext([])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -81,15 +102,25 @@ def launch(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         start_method="spawn",
         **chosen,
     )
-    with _environment(WORKER_ENVIRONMENT), quietly:
+    with _environment(WORKER_ENVIRONMENT), _same_handlers(), quietly as interrupted:
         try:
             results = elastic_launch(config, _run)(fn, *args)
-        except SignalException as interruption:
-            raise KeyboardInterrupt from interruption
+        except SignalException as ending:
+            _end_ranks()
+            raise (KeyboardInterrupt if interrupted else Ended(ending.sigval)) from ending
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise RankFailed(f"rank {rank} failed:\n{_describe(failure)}") from None
     return [results[rank] for rank in range(world_size)]
+
+
+def _end_ranks() -> None:
+    """End ranks that the launcher does not know yet: a signal may come while it starts them."""
+    left = multiprocessing.active_children()
+    for process in left:
+        process.kill()
+    for process in left:
+        process.join(10)
 
 
 def _run(fn: Callable[..., Any], *args: Any) -> Any:
@@ -134,26 +165,46 @@ def _describe(failure: Any) -> str:
 
 
 @contextmanager
-def _interrupts_for_this_process_alone() -> Iterator[None]:
+def _interrupts_for_this_process_alone() -> Iterator[list[int]]:
     """Ctrl-C goes to all processes of a terminal, and every rank would show where it was; this one ends them anyway.
 
     Processes that are started meanwhile begin with the signal blocked, as this thread has it. It still reaches this
-    process, by way of a thread that does not block it, and becomes the signal on which the launcher ends the ranks.
+    process, by way of a thread that does not block it, and becomes the signal on which the launcher ends the ranks; it
+    is noted in the list that is given.
     """
+    seen: list[int] = []
     if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
-        yield
+        yield seen
         return
     resource_tracker.ensure_running()  # starting it with the first process would unblock the signal
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
-    handler = signal.signal(signal.SIGINT, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+
+    def pass_on(number: int, _: Any) -> None:
+        seen.append(number)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.signal(signal.SIGINT, pass_on)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        yield seen
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.signal(signal.SIGINT, handler)
         done.set()
+
+
+@contextmanager
+def _same_handlers() -> Iterator[None]:
+    """The launcher leaves its handlers of signals behind; put those back that were there before."""
+    here = threading.current_thread() is threading.main_thread()
+    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT") if hasattr(signal, name)]
+    before = {number: signal.getsignal(number) for number in numbers} if here else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from paraxis.cli._errors import Debug, told
-from paraxis.cli._launch import console, is_first, join, launch
-from paraxis.cli._planning import JsonOption, Model, Ranks, check_model, quiet
+from paraxis.cli._launch import check_ranks, console, is_first, join, launch
+from paraxis.cli._planning import JsonOption, Model, Ranks, check_dtype, check_model, quiet
 from paraxis.cli.verify import checkpoint
 
 
@@ -69,6 +69,8 @@ def command(
     """
     with told(debug), tempfile.TemporaryDirectory(prefix="paraxis-bench-") as made:
         check_model(model)
+        check_ranks(tp)
+        check_dtype(dtype)
         quiet()
         folder, what = checkpoint(model, layers, made)
         task = Task(folder, prompt, tokens, batch, dtype, compiled, train)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -10,8 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli._errors import Debug, told
-from paraxis.cli._launch import console, launch
+from paraxis.cli._errors import Debug, check_output, told
+from paraxis.cli._launch import console, is_first, launch
+from paraxis.cli._planning import MOST_RANKS, JsonOption
 
 SMALL, LARGE = 256, 1 << 22
 """Elements of the tensors that latency and bandwidth are measured with."""
@@ -19,16 +21,19 @@ REPEATS = 20
 
 
 def command(
-    tp: Annotated[int, typer.Option("--tp", min=2, help="Number of ranks to measure with.")] = 2,
+    tp: Annotated[int, typer.Option("--tp", min=2, max=MOST_RANKS, help="Number of ranks to measure with.")] = 2,
     out: Annotated[Path, typer.Option("--out", help="Where to write the machine.")] = Path("machine.json"),
+    as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
     """Measure collectives, matrix products and memory of this machine, and write them to a file.
 
-    The file is for `--machine` of the other commands, and for `machine=` in Python. Example:
-    paraxis calibrate --tp 4 --out mine.json
+    The file is for `--machine` of the other commands, and for `machine=` in Python.
+
+    Example: paraxis calibrate --tp 4 --out mine.json
     """
     with told(debug):
+        check_output("--out", out)
         from paraxis.solver import Link, Machine
 
         measured = launch(tp, measure)
@@ -47,7 +52,12 @@ def command(
             link=Link(links["all_reduce"].latency, links["all_reduce"].bandwidth),
             links=links,
         )
+        if not is_first():
+            return
         machine.save(out)
+        if as_json:
+            typer.echo(json.dumps(machine.to_json(), indent=1))
+            return
         shown = console()
         shown.print(f"{machine.name}: {machine.flops / 1e9:.1f} GFLOP/s, {machine.memory / 1e9:.1f} GB/s of memory.")
         for kind, link in links.items():

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from paraxis.cli._errors import Debug, told
+from paraxis.cli._errors import Debug, UsageError, told
 from paraxis.cli._planning import (
     ConstraintOption,
     MachineOption,
@@ -35,9 +35,9 @@ def command(
     Example: paraxis code org/model --tp 8 --rank 3 | less
     """
     with told(debug):
-        check_model(model)
         if rank >= tp:
-            raise ValueError(f"--rank {rank}: of {tp} ranks the last is {tp - 1}")
+            raise UsageError(f"--rank {rank}: of {tp} ranks the last is {tp - 1}")
+        check_model(model)
         options = planning_options(machine, objective, constraint, memory_limit)
         from paraxis.listing import list_program
         from paraxis.planning import imagined

@@ -6,21 +6,24 @@ its logits, its loss, any gradient or any generated token, on any rank.
 
 from __future__ import annotations
 
+import json
 import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from paraxis.cli._checks import Check, all_agree, checks_table, compare, outputs
-from paraxis.cli._launch import RankFailed, console, launch
+from paraxis.cli._errors import FAILED, Debug, told
+from paraxis.cli._launch import check_ranks, console, is_first, launch
+from paraxis.cli._planning import MOST_RANKS, JsonOption, quiet
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import Tensor, nn
 
     from paraxis.plan import Plan
@@ -47,28 +50,51 @@ class RankReport:
 
 
 def command(
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Number of processes to split the model over.")] = 2,
+    tp: Annotated[
+        int, typer.Option("--tp", min=1, max=MOST_RANKS, help="Number of processes to split the model over.")
+    ] = 2,
+    as_json: JsonOption = False,
+    debug: Debug = False,
 ) -> None:
     """Split a small Llama over local processes and check it against the whole model.
 
     Shows the plan, then compares logits, loss, gradients and tokens on every rank.
     Exits with an error if anything differs.
+
+    Example: paraxis demo --tp 4
     """
+    with told(debug):
+        check_ranks(tp)
+        quiet()
+        with tempfile.TemporaryDirectory(prefix="paraxis-demo-") as directory:
+            parameters = save_model(directory)
+            if is_first() and not as_json:
+                text = f"A Llama of {parameters / 1e6:.1f} M parameters over {tp} ranks (CPU, gloo)."
+                console().print(text)
+                sys.stdout.flush()  # the first rank goes on, with a stream of its own
+            reports = launch(tp, run_rank, directory, not as_json)
+        agreed = all(report.agreed for report in reports)
+        if is_first():
+            show(reports, agreed, tp, as_json)
+    if not agreed:
+        raise typer.Exit(FAILED)
+
+
+def show(reports: list[RankReport], agreed: bool, tp: int, as_json: bool) -> None:
+    """What all ranks found; under another launcher, what this one did."""
+    if as_json:
+        ranks = [
+            {**asdict(each), "checks": [asdict(c) | {"passed": c.passed} for c in each.checks]} for each in reports
+        ]
+        typer.echo(json.dumps({"agreed": agreed, "world_size": tp, "ranks": ranks}, indent=1))
+        return
     out = console()
-    with tempfile.TemporaryDirectory(prefix="paraxis-demo-") as directory:
-        parameters = save_model(directory)
-        out.print(f"A Llama of {parameters / 1e6:.1f} M parameters over {tp} ranks (CPU, gloo).")
-        try:
-            reports = launch(tp, run_rank, directory)
-        except RankFailed as error:
-            out.print(str(error), style="red", markup=False, highlight=False)
-            raise typer.Exit(1) from None
     out.print(checks_table([report.checks for report in reports]))
     out.print(ranks_table(reports))
-    if not all(report.agreed for report in reports):
+    if agreed:
+        out.print(f"The model on {tp} ranks is the same as on one.", style="bold green")
+    else:
         out.print("The parallel model differs from the original.", style="bold red")
-        raise typer.Exit(1)
-    out.print(f"The model on {tp} ranks is the same as on one.", style="bold green")
 
 
 def save_model(directory: str | Path) -> int:
@@ -101,7 +127,7 @@ def save_model(directory: str | Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run_rank(directory: str) -> RankReport:
+def run_rank(directory: str, shown: bool) -> RankReport:
     """What each rank does: parallelize the checkpoint, use it, and compare it with the unsharded model."""
     import torch
     import torch.distributed as dist
@@ -117,7 +143,7 @@ def run_rank(directory: str) -> RankReport:
     start = time.perf_counter()
     model = parallelize_model(directory, ctx)
     load_seconds = time.perf_counter() - start
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and shown:
         assert ctx.plan is not None, "parallelize_model returned without a plan"
         show_plan(ctx.plan)
 
@@ -199,6 +225,8 @@ def show_plan(plan: Plan) -> None:
 
 def ranks_table(reports: list[RankReport]) -> Table:
     """Time and memory of each rank."""
+    from rich.table import Table
+
     table = Table(title="Per rank")
     for heading in ("rank", "parameters", "of", "load", "forward", "peak memory", "result"):
         table.add_column(heading, justify="right")

@@ -26,9 +26,7 @@ def command(first: PlanFile, second: PlanFile, as_json: JsonOption = False, debu
         for path in (first, second):
             try:
                 plans.append(Plan.load(str(path)))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{str(path)!r} is not a plan ({error}); write one with `paraxis plan --save`"
-                ) from error
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{str(path)!r} is not a plan; write one with `paraxis plan --save`") from error
         found = compare_plans(*plans)
         typer.echo(json.dumps(found.to_json(), indent=1) if as_json else found.text())

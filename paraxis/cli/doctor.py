@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from paraxis.cli._errors import FAILED, Debug, told
 from paraxis.cli._launch import console, launch
@@ -38,6 +37,8 @@ def command(as_json: JsonOption = False, debug: Debug = False) -> None:
     """Look at this machine: versions, devices, how ranks meet, shared memory, time-outs, and what follows from it.
 
     Exits with 1 if something that is needed does not work.
+
+    Example: paraxis doctor
     """
     with told(debug):
         quiet()
@@ -45,6 +46,8 @@ def command(as_json: JsonOption = False, debug: Debug = False) -> None:
         if as_json:
             typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
         else:
+            from rich.table import Table
+
             table = Table("", "what", "found", "what to do")
             signs = {GOOD: "[green]ok[/green]", WARNING: "[yellow]note[/yellow]", BAD: "[red]bad[/red]"}
             for finding in findings:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli._errors import Debug, told
-from paraxis.cli._launch import is_first, join, launch
-from paraxis.cli._planning import Model, Ranks, check_model, quiet
+from paraxis.cli._errors import Debug, UsageError, told
+from paraxis.cli._launch import check_ranks, is_first, join, launch
+from paraxis.cli._planning import Model, Ranks, check_dtype, check_model, quiet
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,16 @@ def command(
     """
     with told(debug):
         check_model(model)
+        check_ranks(tp)
         text = prompt if prompt is not None else sys.stdin.read().rstrip("\n")
         if not text:
-            raise ValueError("there is no prompt: give --prompt, or a text on standard input")
+            raise UsageError("there is no prompt: give --prompt, or a text on standard input")
+        if not math.isfinite(temperature):
+            raise UsageError(f"--temperature {temperature}: give a number, as in 0.7")
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
         if sample:
             options["temperature"] = temperature
+        check_dtype(dtype)
         quiet()
         from transformers import AutoTokenizer
 

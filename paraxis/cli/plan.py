@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from paraxis.cli._errors import Debug, told
-from paraxis.cli._fitting import bytes_of, fewest
+from paraxis.cli._errors import Debug, UsageError, check_output, told
+from paraxis.cli._fitting import USABLE, bytes_of, fewest, room_on
 from paraxis.cli._launch import console
 from paraxis.cli._planning import (
+    MOST_RANKS,
     ConstraintOption,
     JsonOption,
     MachineOption,
@@ -31,21 +32,32 @@ def command(
     model: Model,
     tp: Annotated[str, typer.Option("--tp", help="Number of ranks, or 'auto' for the fewest that fit.")] = "2",
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="For --tp auto: the GPU, as in H100, A100-40GB or 24GB.")
+        str | None, typer.Option("--gpu", help="What a rank has to fit on, as in H100, A100-40GB or 24GB.")
     ] = None,
     machine: MachineOption = None,
     objective: ObjectiveOption = None,
     constraint: ConstraintOption = None,
     memory_limit: MemoryOption = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, for the memory of the cache.")] = 1,
-    context: Annotated[int | None, typer.Option(min=1, help="Tokens of each; without, no cache is counted.")] = None,
-    train: Annotated[bool, typer.Option("--train", help="Count the memory of gradients and AdamW.")] = False,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, for cache and activations.")] = 1,
+    context: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of each, all in one prompt; without, cache and activations are not counted."),
+    ] = None,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train", help="Count gradients, AdamW and, with --context, activations as a step keeps them for backward."
+        ),
+    ] = False,
     save: Annotated[Path | None, typer.Option("--save", help="Write the plan to a file, for `diff`.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page with pictures to a file.")] = None,
     as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
-    """Show how a model would be split, without weights, ranks or a GPU.
+    """Show how a model would be split and what memory it takes, without weights, ranks or a GPU.
+
+    Activations are counted by running the program of a rank on tensors without memory: a prompt with the logits of its
+    last position, or with --train a step forward and backward.
 
     Examples: paraxis plan org/model --tp 8 --machine h100
 
@@ -54,12 +66,13 @@ def command(
     paraxis plan org/model --tp 8 --html plan.html
     """
     with told(debug):
+        count = ranks_of(tp, gpu)
         check_model(model)
         options = planning_options(machine, objective, constraint, memory_limit)
-        count = ranks_of(tp, gpu)
         if count is None and context is None:
             context = CONTEXT
-        check_file(html)
+        check_output("--html", html)
+        check_output("--save", save)
         from paraxis import Plan
         from paraxis.memory import Sizes
         from paraxis.planning import imagined
@@ -79,13 +92,17 @@ def command(
             planned(plan.world_size, html)
         if save is not None:
             plan.save(str(save))
+        assert plan.memory is not None
+        fits = None if gpu is None else plan.memory.total <= room_on(gpu)
         if as_json:
-            typer.echo(json.dumps({**plan.to_json(), "seconds_to_plan": sum(plan.timings.values())}, indent=1))
+            more = {"seconds_to_plan": sum(plan.timings.values()), **({} if fits is None else {"fits": fits})}
+            typer.echo(json.dumps({**plan.to_json(), **more}, indent=1))
             return
         out = console()
         out.print(plan.table())
-        if plan.memory is not None:
-            out.print(f"Memory: {plan.memory}.")
+        out.print(f"Memory: {plan.memory}.")
+        if fits is not None:
+            out.print(f"That {'fits' if fits else 'does not fit'} on {gpu}, of which {USABLE:.0%} are counted on.")
         share = plan.communication / plan.seconds if plan.seconds else 0.0
         out.print(
             f"Estimated {plan.seconds * 1e3:.3f} ms per pass, {share:.0%} of it collectives; "
@@ -94,19 +111,16 @@ def command(
         )
 
 
-def check_file(path: Path | None) -> None:
-    """Say that a page cannot be written before the work is done."""
-    if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-        raise ValueError(f"--html {str(path)!r}: give a file in a directory that exists")
-
-
 def ranks_of(text: str, gpu: str | None) -> int | None:
     """The number of ranks that is asked for; None for as few as fit on the GPU."""
+    if gpu is not None:
+        bytes_of(gpu)
     if text == "auto":
         if gpu is None:
-            raise ValueError("--tp auto needs --gpu: what a rank has to fit on, as in H100 or A100-40GB")
-        bytes_of(gpu)
+            raise UsageError("--tp auto needs --gpu: what a rank has to fit on, as in H100 or A100-40GB")
         return None
-    if not text.isdigit() or int(text) < 1:
-        raise typer.BadParameter(f"{text!r} is neither a number of ranks nor 'auto'", param_hint="--tp")
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
+        raise typer.BadParameter(
+            f"{text!r} is neither a number of ranks from 1 to {MOST_RANKS} nor 'auto'", param_hint="--tp"
+        )
     return int(text)

@@ -12,7 +12,7 @@ import typer
 
 from paraxis.cli._checks import Check, all_agree, checks_table, compare, outputs
 from paraxis.cli._errors import FAILED, Debug, told
-from paraxis.cli._launch import console, is_first, launch
+from paraxis.cli._launch import check_ranks, console, is_first, launch
 from paraxis.cli._planning import JsonOption, Model, Ranks, check_model, quiet
 
 SEED = 0
@@ -57,6 +57,7 @@ def command(
     """
     with told(debug), tempfile.TemporaryDirectory(prefix="paraxis-verify-") as made:
         check_model(model)
+        check_ranks(tp)
         quiet()
         folder, what = checkpoint(model, layers, made)
         reports = launch(tp, run_rank, Task(folder, train, generate))
@@ -114,9 +115,8 @@ def run_rank(task: Task) -> Report:
 def example_inputs(model: Any, labelled: bool) -> dict[str, Any]:
     """The same random inputs on every rank; ``labelled`` for a model that computes a loss of tokens."""
     import torch
-    from transformers.models.auto import modeling_auto as auto
 
-    from paraxis.inputs import example_call
+    from paraxis.inputs import example_call, gives_loss_of_tokens
 
     _, inputs = example_call(model, None, torch.device("cpu"))
     generator = torch.Generator().manual_seed(SEED)
@@ -126,11 +126,7 @@ def example_inputs(model: Any, labelled: bool) -> dict[str, Any]:
             inputs[name] = torch.randint(0, vocabulary, (value.shape[0], LENGTH), generator=generator)
         elif value.is_floating_point():
             inputs[name] = torch.randn(value.shape, generator=generator)
-    causal = {
-        *auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(),
-        *auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values(),
-    }
-    if labelled and type(model).__name__ in causal:
+    if labelled and gives_loss_of_tokens(model):
         inputs["labels"] = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     return inputs
 

@@ -164,7 +164,7 @@ def load_config_and_class(folder: Path, overrides: dict[str, Any]) -> tuple[Any,
         config, unused = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, return_unused_kwargs=True, **overrides
         )
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # whatever a configuration of any type raises on what it finds in the file
         message = f"transformers {version} cannot read the configuration {where}: {error}"
         raise CheckpointError(message) from error
     names = getattr(config, "architectures", None)
