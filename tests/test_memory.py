@@ -138,6 +138,7 @@ def test_of_larger_models(ranks: Any, tmp_path: Path, model_type: str, fields: d
     assert (memory.cache or 0) + (memory.activations or 0) == pytest.approx(most, rel=NEAR)
 
 
+@long
 def test_blocks_that_were_left_out_count() -> None:
     """A plan by first blocks takes what a plan of all blocks does."""
     model = config("llama", num_hidden_layers=6)
