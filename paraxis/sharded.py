@@ -15,21 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Replicate as DTReplicate
-from torch.distributed.tensor import Shard as DTShard
-from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from . import regather
 from .core import ParameterMeta
 from .distributed.chunks import chunk_at, chunk_list, write_items
-from .distributed.mesh import DP, TP
 from .distributed.random import RandomState
 from .distributed.redistribute import gather_box, slice_box, sum_copies
 from .distributed.split import Split
-from .placement import Placement, Replicate, Shard, local_shape
+from .placement import Placement, Shard, local_shape
 
 aten = torch.ops.aten
 
@@ -115,18 +110,9 @@ class ShardedTensor(torch.Tensor):
 
     def to_dtensor(self) -> DTensor:
         """The same tensor as a DTensor; layouts DTensor cannot express are gathered and replicated."""
-        group, placement = self._spec.group, self.placement
-        if self.dp_split is not None:
-            return _split_dtensor(self, self.dp_split)
-        mesh = DeviceMesh.from_group(group, self.device.type) if group is not None else None
-        local = self._local.detach()
-        if isinstance(placement, Shard) and len(placement.layouts) == 1:
-            dim, layout = placement.layouts[0]
-            if layout.contiguous(self.shape[dim]) and layout.is_even:
-                return DTensor.from_local(local, mesh, [DTShard(dim)], run_check=False)
-        if not isinstance(placement, Replicate):
-            local = gather_box(local, placement, self.shape, group)
-        return DTensor.from_local(local, mesh, [DTReplicate()], run_check=False)
+        from .dtensors import as_dtensor
+
+        return as_dtensor(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Assign to a part of the whole: gathered, changed, and taken apart again. A collective."""
@@ -525,26 +511,3 @@ def part_of(whole: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
             "code that read the parameter itself. With data_parallel='shard' these cannot be added: use 'replicate'."
         )
     return like.dp_split.take(local)
-
-
-def _split_dtensor(tensor: ShardedTensor, split: Split) -> DTensor:
-    """A parameter that is split over both dimensions of a mesh; what DTensor cannot express is gathered."""
-    placement = tensor.placement
-    layouts = placement.layouts if isinstance(placement, Shard) else ()
-    even = split.within.layouts[0][1].is_even and all(
-        x.is_even and x.contiguous(tensor.shape[d]) and not x.has_copies for d, x in layouts
-    )
-    if not even or len(layouts) > 1:
-        whole = whole_of(tensor)
-        return DTensor.from_local(whole, split.mesh, [DTReplicate()] * split.mesh.ndim, run_check=False)
-    places: dict[str, Any] = {DP: DTShard(split.dim), TP: DTReplicate()}
-    if layouts:
-        dim = layouts[0][0]
-        places[TP] = DTShard(dim)
-        if dim == split.dim:  # cut by tp first, and each piece by dp
-            places[DP] = _StridedShard(dim, split_factor=layouts[0][1].world)
-    order = [places[name] for name in split.mesh.mesh_dim_names or ()]
-    stride = torch.empty(tensor.shape, device="meta").stride()
-    return DTensor.from_local(
-        tensor._local.detach(), split.mesh, order, run_check=False, shape=tensor.shape, stride=stride
-    )
