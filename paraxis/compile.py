@@ -25,6 +25,7 @@ from .distributed.collectives import meet
 from .inductor import compile_local, options_of
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
 from .passes.appending import grow_in_place
+from .passes.experts import experts_in_turn
 from .passes.replace import finish_plan, place_unused
 from .passes.solve import RESULT, Solved
 from .plan import Plan
@@ -54,6 +55,8 @@ def parallelize_backend(
     include(example_inputs, ctx)
     if not torch.is_grad_enabled() and (config.compile is None or ctx.current_device.type == "cpu"):
         grow_in_place(local, compiled=config.compile is not None)
+    if not torch.is_grad_enabled() and config.compile is None and ctx.current_device.type == "cpu":
+        experts_in_turn(local)
     if splits(ctx, config):
         gather_when_used(local.graph)
         local.recompile()
