@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from .behaviour import dress
-from .compile import CompiledCall
 from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
 from .data_parallel import check_option
+from .forwarding import program_of
 from .meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
 from .planning import make_plan
 from .sharded import ShardedTensor
@@ -92,12 +92,11 @@ def parallelize_model(
         if made_up and parallel_ctx.is_first:
             warnings.warn(_not_trained(made_up, folder), stacklevel=2)
     _check_same_weights(parallel_ctx)
-    call = CompiledCall(parallelized, parallel_ctx, config)
+    call = program_of(parallelized, parallel_ctx, config)
     make_plan(call, parallel_ctx, config, examples)
     if hasattr(parallelized, "generation_config") and folder is not None:
         _load_generation_config(parallelized, folder)
-    parallelized._compiled_call_impl = call  # type: ignore[assignment]
-    dress(parallelized, parallel_ctx)
+    dress(parallelized, parallel_ctx, call)
     return parallelized
 
 

@@ -13,17 +13,27 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .compile import CompiledCall
 from .core import ParallelExecutionCtx
 from .distributed.collectives import broadcast
+from .forwarding import copier, lead_in, program_of
+from .integrations.peft import has_adapters, save_adapters
 from .regather import keeping
 from .sharded import ShardedTensor
 from .weights.save import save_checkpoint
 
 
-def dress(model: Any, ctx: ParallelExecutionCtx) -> None:
-    """Adapt the methods of a model whose parameters are sharded."""
-    model.register_state_dict_post_hook(_state_as_dtensors)
+def dress(model: Any, ctx: ParallelExecutionCtx, call: CompiledCall) -> None:
+    """Adapt the methods of a model whose parameters are sharded; ``call`` is its program."""
+    if _state_as_dtensors not in model._state_dict_hooks.values():  # a copy has it already
+        model.register_state_dict_post_hook(_state_as_dtensors)
     model._apply = _converter(model)
+    model.__deepcopy__ = copier(model, call, dress)
+    lead_in(model, call)
+    for name, part in model.named_modules():  # a model that this one wraps generates by calling itself
+        if name and hasattr(type(part), "generate") and part._compiled_call_impl is None:
+            lead_in(part, program_of(part, ctx, call.config, f"{call.name}.{name}" if call.name else name))
+            part.get_compiled_call = lambda compile_config=None, part=part: part.__call__
     if hasattr(model, "generate") and dist.get_world_size(ctx.everybody) > 1:
         model.generate = _agreeing(model.generate, model, ctx)
     if hasattr(model, "get_compiled_call"):  # what generate decodes with: it is compiled already
@@ -87,8 +97,11 @@ def _saver(model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
             dist.barrier(ctx.everybody)
             return
         plain = {k: kwargs.pop(k) for k in ("max_shard_size", "save_original_format") if k in kwargs}
-        for name in ("is_main_process", "safe_serialization"):  # the first rank writes, and safetensors only
+        for name in ("is_main_process", "safe_serialization", "state_dict"):  # the first rank writes, safetensors only
             kwargs.pop(name, None)
+        if has_adapters(model):
+            save_adapters(model, ctx, save_directory, **plain, **kwargs)
+            return
         refused = [name for name, value in kwargs.items() if value not in (None, False)]
         if refused:
             raise ValueError(

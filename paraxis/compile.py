@@ -15,9 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from .adoption import adopt
 from .capture import CaptureError, GraphBreak
 from .capture.growing import mark_fixed, mark_growing
 from .capture.guards import ParametersReplaced, needed_guards
+from .capture.modes import set_aside, within_modes
 from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_encoders, translated
 from .core import Config, ParallelExecutionCtx
 from .data_parallel import gather_when_used, include, splits
@@ -31,6 +33,7 @@ from .passes.solve import RESULT, Solved
 from .plan import Plan
 from .progress import stage
 from .regather import letting_go
+from .results import whole_when_read
 from .sharded import ShardedTensor, UnplacedError, shard_gradient
 from .solver import Value
 from .weights import materialize_parameters
@@ -121,20 +124,34 @@ class CompiledCall:
     A module whose forward cannot be captured as one graph is *opened*: its own forward runs in Python, on whole
     tensors, and each of its children is compiled by itself, and opened in its turn if need be. That is said, with the
     line that stood in the way, in ``plan.breaks``.
+
+    Of the whole model it is the forward that is replaced: it is also called directly, by wrappers of the model, and
+    what wraps it (hooks, mixed precision) is left in Python. Then ``forward`` is the model's own.
     """
 
-    def __init__(self, module: nn.Module, ctx: ParallelExecutionCtx, config: Config, name: str = "") -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ctx: ParallelExecutionCtx,
+        config: Config,
+        name: str = "",
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
         ignore_loggers()
         dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, RECOMPILE_LIMIT)
         self.module, self.ctx, self.config, self.name = module, ctx, config, name
-        self.opened = False
+        self.forward = forward
+        self.opened = self.running = False
         self._seen = -1
         self._guarded = config.compile is None
         self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
 
     def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
-        backend = partial(parallelize_backend, ctx=self.ctx, config=self.config)
-        entry = fresh_entry(self.config.gather_outputs)
+        def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            adopt(self.module, self.name, self.ctx, self.config)
+            return within_modes(parallelize_backend(graph_module, example_inputs, self.ctx, self.config))
+
+        entry = fresh_entry(self.config.gather_outputs, forward=self.forward is not None)
         return torch.compile(entry, fullgraph=True, backend=backend, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,9 +163,11 @@ class CompiledCall:
                 mark_fixed(args, kwargs)
             if self._compiled is None:
                 self._compiled = self._compile({} if self._guarded else {"guard_filter_fn": needed_guards})
+            self.running = True
             try:
-                with open_encoders(), no_collection():
-                    return self._compiled(self.module, *args, **kwargs)
+                with open_encoders(), no_collection(), set_aside():
+                    result = self._compiled(self.module, *args, **kwargs)
+                return whole_when_read(result) if self.config.gather_outputs else result
             except ParametersReplaced:  # compile again, with all guards
                 if self._guarded:
                     raise
@@ -158,7 +177,11 @@ class CompiledCall:
                 problem = translated(error, self.module)
                 if not isinstance(problem, GraphBreak):
                     raise problem from error
+            finally:
+                self.running = False
             self.open(str(problem))
+        if self.forward is not None:
+            return self.forward(*args, **kwargs)
         return self.module._call_impl(*args, **kwargs)
 
     def open(self, problem: str) -> None:

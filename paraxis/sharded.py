@@ -10,6 +10,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -124,6 +126,34 @@ class ShardedTensor(torch.Tensor):
             whole[index] = value.full_tensor() if isinstance(value, ShardedTensor) else value
             self._local.copy_(part_of(whole, self))
 
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        """The tensor without gradients, as of any tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Take over other values of the same shape and dtype: a sharded tensor's, or the shard of a whole one."""
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise RuntimeError(
+                f"a sharded tensor keeps its shape and dtype: {tuple(self.shape)} of {self.dtype} cannot become "
+                f"{tuple(value.shape)} of {value.dtype}"
+            )
+        self.detach().copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        """A copy with a shard of its own. That of a parameter is another parameter, placed alike."""
+        if id(self) not in memo:
+            meta = isinstance(self._spec, ParameterMeta)
+            spec = replace(self._spec, source=None) if meta else self._spec  # type: ignore[type-var]
+            twin: Any = ShardedTensor(self._local.detach().clone(), spec, self.shape, self.requires_grad)
+            if meta:
+                twin._is_param, twin.meta_info = True, spec
+            if self.grad is not None:
+                twin.grad = deepcopy(self.grad, memo)
+            memo[id(self)] = twin
+        return memo[id(self)]  # type: ignore[no-any-return]
+
     # -- protocol of torch.distributed.checkpoint --------------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
@@ -163,8 +193,10 @@ class ShardedTensor(torch.Tensor):
             return _on_shards(func, args, kwargs, sharded[0])
         from .eager import by_rule
         from .norms import norms
+        from .scaling import unscale
 
         result = norms(func, args, kwargs)
+        result = unscale(func, args, kwargs) if result is NotImplemented else result
         result = by_rule(func, args, kwargs) if result is NotImplemented else result
         return _on_the_whole(func, args, kwargs) if result is NotImplemented else result
 
@@ -197,13 +229,15 @@ _LIKE = {
 _SAME = {aten.detach.default, aten.alias.default}
 """What gives the same tensor under another name, parameter metadata and all."""
 _REDUCING_FOREACH = ("norm", "max")
+_FUSED = ("_fused_adam", "_fused_sgd", "_fused_adagrad")
+"""Steps of optimizers in one operator."""
 
 
 def _is_elementwise(func: Any) -> bool:
     name = func._schema.name.removeprefix("aten::")
     if name.startswith("_foreach_"):
         return not any(word in name for word in _REDUCING_FOREACH)
-    return func in _LIKE or torch.Tag.pointwise in func.tags or name.startswith("_fused_adam")
+    return func in _LIKE or torch.Tag.pointwise in func.tags or name.startswith(_FUSED)
 
 
 def _writes(func: Any, args: Any, kwargs: Any) -> list[Any]:

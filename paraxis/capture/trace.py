@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .errors import CaptureError, GraphBreak
-from .whole import mark_whole
+from .whole import mark_results, mark_whole
 
 
 class _Captured(Exception):
@@ -33,12 +33,28 @@ def entry_sharded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return model._call_impl(*args, **kwargs)
 
 
+def forward_entry(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What is compiled of a whole model: its forward. Hooks of the model itself run around it, in Python."""
+    return mark_results(type(model).forward(model, *args, **kwargs))
+
+
+def forward_entry_sharded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The same with results as they are."""
+    return type(model).forward(model, *args, **kwargs)
+
+
 _serial = itertools.count()
 
 
-def fresh_entry(gather_outputs: bool = True) -> Callable[..., Any]:
-    """The entry point under a code object of its own: Dynamo keeps its caches and limits per code object."""
-    function = entry if gather_outputs else entry_sharded
+def fresh_entry(gather_outputs: bool = True, forward: bool = False) -> Callable[..., Any]:
+    """The entry point under a code object of its own: Dynamo keeps its caches and limits per code object.
+
+    With ``forward`` it is that of the model's forward alone, which is called from the model's call.
+    """
+    if forward:
+        function = forward_entry if gather_outputs else forward_entry_sharded
+    else:
+        function = entry if gather_outputs else entry_sharded
     code = function.__code__.replace(co_name=f"{function.__name__}_{next(_serial)}")
     return types.FunctionType(code, function.__globals__, code.co_name)
 

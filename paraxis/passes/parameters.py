@@ -40,7 +40,7 @@ def find_parameters(graph_module: GraphModule, ctx: ParallelExecutionCtx) -> lis
     for node, example in zip(placeholders, real, strict=True):
         value = node.meta.get("example_value", node.meta.get("val"))
         if isinstance(value, torch.Tensor) and _is_parameter(node, value, example):
-            found.append(_input(node, _name(node, value), value))
+            found.append(_input(node, _known(example, ctx) or _name(node, value), value))
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
             value = _attribute(graph_module, str(node.target))
@@ -68,6 +68,13 @@ def _is_parameter(node: Node, value: torch.Tensor, example: Any) -> bool:
 def _input(node: Node, name: str, value: torch.Tensor) -> ParameterInput:
     meta = value._spec if isinstance(value, ShardedTensor) and isinstance(value._spec, ParameterMeta) else None
     return ParameterInput(node, name, tuple(value.shape), value.dtype, value.requires_grad, meta)
+
+
+def _known(example: Any, ctx: ParallelExecutionCtx) -> str | None:
+    """The name of a plain parameter that was added since the plan was made."""
+    if not isinstance(example, nn.Parameter) or isinstance(example, ShardedTensor):
+        return None
+    return next((name for name, parameter in ctx.param_cache.items() if parameter is example), None)
 
 
 def _name(node: Node, value: torch.Tensor) -> str:

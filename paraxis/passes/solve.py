@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from ..capture import simplify, to_aten, whole_op
 from ..core import Config, ParallelExecutionCtx
-from ..placement import Replicate
+from ..placement import REPLICATE, Replicate
 from ..rules import Strategy
 from ..solver import (
     Account,
@@ -70,6 +70,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
         fixed = {}
         caches = sharded_inputs(graph_module)
         alone = ctx.world_size == 1  # the plan of one rank is that of two, held by one
+        later = ctx.plan is not None and not ctx.planning
         for node in aten.graph.nodes:
             if node.op not in ("placeholder", "get_attr"):
                 continue
@@ -77,6 +78,8 @@ class ParallelAxisSolverPass(AnalyzeBase):
             if origin in by_origin:
                 parameters[node] = by_origin[origin]
                 placement = by_origin[origin].placement
+                if later and by_origin[origin].meta is None:  # added since the plan was made
+                    placement = REPLICATE
                 if placement is not None and not alone:
                     fixed[node] = placement
             elif origin in caches and not alone:

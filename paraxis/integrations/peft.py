@@ -1,0 +1,49 @@
+"""Saving the adapters of a parallel model as PEFT saves them.
+
+PEFT writes what it finds in a state dict. Here it is asked first, with tensors that have no memory, what it would
+write; just that is gathered, and the first rank lets PEFT write it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from ..core import ParallelExecutionCtx
+from ..weights.agree import together
+from ..weights.save import gather, persistent_buffers
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether this model saves adapters alone: one that PEFT made, or one of transformers with adapters added to it."""
+    return hasattr(model, "peft_config") and (
+        hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
+    )
+
+
+def save_adapters(model: Any, ctx: ParallelExecutionCtx, directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    """``save_pretrained`` of a model with adapters, from all ranks. A collective; if it fails, it fails on all."""
+    what = f"saving adapters to {os.fspath(directory)!r}"
+    with together(ctx.everybody, what):
+        held: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        held |= dict(persistent_buffers(model))
+        wanted = _wanted(model, held, kwargs)
+    whole = {name: gather(held[name], ctx) for name in wanted}
+    with together(ctx.everybody, what):
+        if ctx.is_first:
+            type(model).save_pretrained(model, directory, state_dict=whole, **kwargs)
+
+
+def _wanted(model: Any, held: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    """The names of what PEFT would write, in the order of the model."""
+    from peft import get_peft_model_state_dict
+
+    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in held.items()}
+    taken = set()
+    for adapter in options.get("selected_adapters") or list(model.peft_config):
+        layers = {k: options[k] for k in ("save_embedding_layers",) if k in options}
+        found = get_peft_model_state_dict(model, state_dict=dict(empty), adapter_name=adapter, **layers)
+        taken |= set(map(id, found.values()))
+    return [name for name, tensor in empty.items() if id(tensor) in taken]
