@@ -157,6 +157,8 @@ def _check(
         raise ValueError(f"classes {start} to {start + logits.shape[-1]} are not a part of {size}.")
     if weight is not None and tuple(weight.shape) != (size,):
         raise ValueError(f"weight must have all {size} classes, but has shape {tuple(weight.shape)}.")
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("cross entropy has no derivative by its class weights: give them as weight.detach().")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a valid value for reduction: use 'mean', 'sum' or 'none'.")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -200,7 +202,8 @@ class VocabParallelCrossEntropyLoss(nn.Module):
         if self.vocab_size is not None:
             self._range = Layout.even(self.vocab_size, self.world_size).expand(self.vocab_size, self.rank)[0]
 
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """The loss; ``weight``, if given, in place of the module's own."""
         classes = input.shape[1] if input.ndim > 1 else input.shape[0]
         if self._range is None or self.vocab_size is None:
             sizes = all_gather(torch.tensor([classes], device=input.device), self.group).tolist()
@@ -218,7 +221,7 @@ class VocabParallelCrossEntropyLoss(nn.Module):
             self.group,
             start,
             self.vocab_size,
-            self.weight,
+            self.weight if weight is None else weight,
             self.ignore_index,
             self.reduction,
             self.label_smoothing,

@@ -206,7 +206,7 @@ class Rewriter:
         i = layer.step.inputs.index(layer.data)
         args = [self.fetch(layer.data, strategy.inputs[i])]
         if layer.kind == "cross_entropy":
-            args.append(self.fetch(layer.step.inputs[1], strategy.inputs[1]))
+            args += map(self.fetch, layer.step.inputs[1:], strategy.inputs[1:])  # targets, perhaps class weights
         return self.graph.call_module(path, tuple(args))
 
     # -- results -----------------------------------------------------------------------------------------------

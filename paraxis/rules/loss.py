@@ -16,12 +16,12 @@ aten = torch.ops.aten
 def cross_entropy(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     """Classes split over the ranks: the replace pass puts the vocabulary-parallel loss here.
 
-    For targets that are indices, without class weights.
+    For targets that are indices; class weights are whole.
     """
     placement, logits = given[0], call.inputs[0]
     classes = 0 if logits.ndim == 1 else 1
     indices = not call.inputs[1].dtype.is_floating_point
-    if isinstance(placement, Shard) and list(placement.dims) == [classes] and indices and len(call.inputs) == 2:
+    if isinstance(placement, Shard) and list(placement.dims) == [classes] and indices:
         if placement.dims[classes].contiguous(logits.shape[classes]):
             others = (REPLICATE,) * (len(call.inputs) - 1)
             yield Strategy((placement, *others), (REPLICATE,), kind="vocab")
