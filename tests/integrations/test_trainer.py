@@ -1,0 +1,61 @@
+"""`transformers.Trainer` with a parallel model: the example, beside a run of it on one process."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from marks import long
+
+pytest.importorskip("accelerate")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
+
+
+def run(ranks: int, output: Path, *options: str) -> dict[tuple[int, str], float]:
+    """Run the example on so many ranks; what it says, by step and kind."""
+    start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    start += [] if ranks == 1 else [f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
+    command = [*start, str(EXAMPLE), "--output", str(output), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [ast.literal_eval(line) for line in done.stdout.splitlines() if line.startswith("{'step'")]
+    return {(line["step"], key): value for line in lines for key, value in line.items() if key != "step"}
+
+
+def check(found: dict[tuple[int, str], float], right: dict[tuple[int, str], float]) -> None:
+    assert found.keys() == right.keys()
+    for key, value in found.items():
+        assert value == pytest.approx(right[key], abs=1e-4, rel=1e-4), key
+
+
+@long
+def test_trainer_follows_the_run_on_one_process(tmp_path: Path) -> None:
+    """Six steps, then three more from the last checkpoint, on ranks and alone; checkpoints go both ways."""
+    right = run(1, tmp_path / "alone")
+    found = run(2, tmp_path / "ranks")
+    assert {kind for _, kind in found} == {"loss", "grad_norm", "eval_loss"}
+    assert found[6, "loss"] < found[1, "loss"]
+    check(found, right)
+    assert not list((tmp_path / "ranks").rglob("optimizer.pt")), "the optimizer is saved by all ranks, in shards"
+
+    shutil.copytree(tmp_path / "alone", tmp_path / "moved")
+    longer = run(1, tmp_path / "alone", "--steps", "9")
+    check(run(2, tmp_path / "ranks", "--steps", "9"), longer)
+    check(run(2, tmp_path / "moved", "--steps", "9"), longer)
+
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "final") for name in ("alone", "ranks", "moved")]
+    ids = torch.arange(97, 123)[None]
+    with torch.no_grad():
+        alone, *others = (model(input_ids=ids).logits for model in models)
+    for logits in others:
+        assert (logits - alone).abs().max() < 1e-3
