@@ -23,16 +23,16 @@ $(STAMP): pyproject.toml constraints.txt
 # `make test PARAXIS_LONG=1` also runs the tests that take long.
 export PARAXIS_LONG
 
-# Tests that need no ranks run beside those that do, which leave a core idle now and then.
-ALONE := tests/rules tests/solver tests/capture tests/kernels tests/passes tests/zoo/test_plans.py \
+# Two halves run beside one another: ranks leave a core idle now and then. In the first, most need no ranks.
+BESIDE := tests/rules tests/solver tests/capture tests/kernels tests/passes tests/zoo \
 	tests/weights/test_meta_init.py tests/weights/test_weight_map.py tests/test_explaining.py tests/test_inputs.py \
 	tests/test_placement.py tests/test_plan.py tests/test_progress.py tests/test_report.py
 
 test: lint
 	@mkdir -p build; \
-	$(BIN)/python -m pytest $(ALONE) > build/alone.txt 2>&1 & alone=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(ALONE)); ranks=$$?; \
-	wait $$alone; others=$$?; cat build/alone.txt; exit $$((ranks || others))
+	$(BIN)/python -m pytest $(BESIDE) > build/beside.txt 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(BESIDE)); ranks=$$?; \
+	wait $$beside; others=$$?; cat build/beside.txt; exit $$((ranks || others))
 
 lint: venv
 	$(BIN)/ruff check

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from torch import nn
 
 from paraxis import plan_model
@@ -77,7 +78,7 @@ def deep(kind: str) -> Any:
     return Gemma2Config(**sizes, head_dim=8, intermediate_size=64, num_hidden_layers=6)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("gemma2", marks=long)])
 def test_the_plan_is_that_of_all_blocks(kind: str) -> None:
     found, whole = plan_model(deep(kind), 4), plan_model(deep(kind), 4, plan_by_blocks=False)
     data, expected = found.to_json(), whole.to_json()

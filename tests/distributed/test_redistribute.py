@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from placed import assemble, cut, spread
 
 from paraxis.distributed import redistribute
@@ -128,6 +129,7 @@ def move_compiled() -> None:
         torch.testing.assert_close(compiled, eager, msg=lambda m, p=pair: f"{p}: {m}")
 
 
+@long
 def test_compiled(ranks: Callable[[int], RankPool]) -> None:
     ranks(2).run(move_compiled)
 

@@ -18,7 +18,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "turned round": {"constraints": {"*": "not row"}},
 }
 TYPES = ("llama", "gpt2", "gpt_neox", "bloom", "phi3", "falcon", "gptj", "olmo2", "gemma2", "opt")
-ALWAYS = [("llama", 2, "slow ranks, long prompts"), ("llama", 2, "turned round")]
+ALWAYS = [("llama", 2, "turned round")]
 EVERY = [(name, world, option) for option in OPTIONS for name in TYPES for world in (2, 4)]
 """All of them with ``PARAXIS_ALL=1``: half an hour."""
 

@@ -142,6 +142,7 @@ def dies(folder: str, target: str) -> float:
     return time.monotonic() - started
 
 
+@long
 def test_a_rank_that_is_killed_leaves_the_state_that_was(ranks: Any, tmp_path: Path) -> None:
     folder, target = save("gpt2", tmp_path / "model"), str(tmp_path / "state")
     results = spawn_ranks(2, dies, folder, target)
