@@ -63,7 +63,7 @@ def test_serving(tmp_path: Path) -> None:
         text=True,
         env={**os.environ, "PARAXIS_CACHE": ""},
     )
-    giving_up = threading.Timer(180, server.kill)
+    giving_up = threading.Timer(240, server.kill)
     giving_up.start()
     try:
         printed = ""

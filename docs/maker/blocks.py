@@ -1,9 +1,10 @@
 """The code blocks of a page, and what is to be done with them.
 
-A comment before a block says it: `<!-- run -->` (a Python block that is run alone), `<!-- run: 2 -->` (on two ranks),
-`<!-- file: run.py -->` (the block is this file for the commands that follow), `<!-- transcript -->` (a console block
-whose output is what the commands give, see transcripts.py). Several are joined by semicolons. `<!-- setup ... -->`
-holds Python that is run and not shown, `<!-- setup: 2 ... -->` on two ranks. All blocks of a page run in one directory.
+A comment before a block says it: `<!-- run -->` (a Python block that is run alone), `<!-- run: 2 -->` (on two ranks;
+`<!-- run: 2 long -->` with `PARAXIS_LONG=1` alone), `<!-- file: run.py -->` (the block is this file for the commands
+that follow), `<!-- transcript -->` (a console block whose output is what its commands give: transcripts.py). Several
+are joined by semicolons. `<!-- setup ... -->` holds Python that is run and not shown, `<!-- setup: 2 ... -->` on two
+ranks. All blocks of a page run in one directory.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ class Block:
     @property
     def ranks(self) -> int | None:
         """On how many ranks it is run; None if it is not."""
-        return int(self.wanted["run"] or 1) if "run" in self.wanted else None
+        return int(self.wanted["run"].split()[0] if self.wanted["run"] else 1) if "run" in self.wanted else None
+
+    @property
+    def takes_long(self) -> bool:
+        return self.wanted.get("run", "").endswith("long")
 
     @property
     def where(self) -> str:

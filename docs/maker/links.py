@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from .pages import NAVIGATION, ROOT, Page
+from .pages import ROOT, Page, navigation
 
 OUTSIDE = re.compile(r"^(https?|mailto):")
 
@@ -25,7 +25,7 @@ def problems(pages: dict[str, Page], root: Path = ROOT) -> list[str]:
                 found.append(f"{where}: {path!r} has no heading with this anchor")
             elif anchor and path not in pages:
                 found.append(f"{where}: only pages have anchors")
-    shown = [path for paths in NAVIGATION.values() for path in paths]
+    shown = [path for paths in navigation(pages).values() for path in paths]
     found += [f"the navigation names {path!r}, which is not there" for path in shown if path not in pages]
     lost = [path for path in pages if path.startswith("docs/") and path not in shown]
     found += [f"{path!r} is not in the navigation (docs/maker/pages.py)" for path in lost]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,10 +31,23 @@ NAVIGATION: dict[str, list[str]] = {
         "docs/guides/troubleshooting.md",
     ],
     "Reference": ["docs/reference/api.md", "docs/reference/cli.md", "docs/coming-from.md", "docs/limits.md"],
-    "Measured": [f"docs/results/{name}.md" for name in ("zoo", "generation", "weights", "training", "plans")]
-    + [f"docs/results/{name}.md" for name in ("bench", "loading", "planning", "floors", "objectives")],
+    "Measured": [f"docs/results/{name}.md" for name in ("zoo", "generation", "weights", "plans", "bench", "loading")],
     "Project": ["CONTRIBUTING.md"],
 }
+
+
+FOLDERS = {"docs/guides/": "Guides", "docs/results/": "Measured"}
+"""Pages in these are in the navigation also if it does not name them."""
+
+
+def navigation(pages: Iterable[str]) -> dict[str, list[str]]:
+    """The sections with the paths of their pages."""
+    found = {section: list(paths) for section, paths in NAVIGATION.items()}
+    for path in sorted(pages):
+        section = next((s for folder, s in FOLDERS.items() if path.startswith(folder)), None)
+        if section is not None and path not in found[section]:
+            found[section].append(path)
+    return found
 
 
 def parser() -> MarkdownIt:

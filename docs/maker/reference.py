@@ -131,8 +131,8 @@ def cli() -> str:
         "# Commands",
         "",
         "What `paraxis COMMAND --help` says. Commands with ranks start them on this machine, or are the ranks that "
-        "`torchrun` has started. An error is one paragraph on standard error and exit code 1; `--debug` shows its "
-        "traceback; an interrupt is exit code 130.",
+        "`torchrun` has started. An error is one paragraph on standard error and exit code 1, or 2 for options "
+        "that make no sense; `--debug` shows its traceback. A signal gives 128 and its number.",
     ]
     for name, function in COMMANDS.items():
         command, types = group.commands[name], get_type_hints(function)

@@ -15,7 +15,7 @@ from pygments.lexers import TextLexer, get_lexer_by_name, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 from .links import OUTSIDE
-from .pages import NAVIGATION, ROOT, Page, parser, url_of
+from .pages import ROOT, Page, navigation, parser, url_of
 
 TEMPLATE = Path(__file__).with_name("page.html")
 STYLE = Path(__file__).with_name("site.css")
@@ -65,7 +65,7 @@ def _write(out: Path, url: str, title: str, content: str, page: Page | None, pag
 
 def _navigation(current: Page | None, pages: dict[str, Page], up: str) -> str:
     parts = []
-    for section, paths in NAVIGATION.items():
+    for section, paths in navigation(pages).items():
         parts.append(f"<h2>{escape(section)}</h2><ul>")
         for path in paths:
             here = ' aria-current="page"' if current is not None and current.path == path else ""

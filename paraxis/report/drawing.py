@@ -6,7 +6,7 @@ from html import escape
 
 from .steps import Section, Step
 
-WIDTH, HEIGHT = 188, 44
+WIDTH, HEIGHT = 206, 44
 GAP_X, GAP_Y = 22, 30
 MARGIN = 80
 """Room at the sides for arrows that pass rows."""
@@ -42,14 +42,14 @@ def svg(section: Section) -> str:
     rows = rows_of(section)
     widest = max((len(row) for row in rows), default=1)
     width = 2 * MARGIN + widest * WIDTH + (widest - 1) * GAP_X
-    height = len(rows) * (HEIGHT + GAP_Y) + 4
+    height = len(rows) * (HEIGHT + GAP_Y) - GAP_Y + 8
     centre: dict[int, tuple[float, float, int]] = {}
     for r, row in enumerate(rows):
         left = (width - len(row) * WIDTH - (len(row) - 1) * GAP_X) / 2
         for i, step in enumerate(row):
             centre[step.number] = (left + i * (WIDTH + GAP_X) + WIDTH / 2, 4 + r * (HEIGHT + GAP_Y), r)
     parts = [
-        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" role="group" '
+        f'<svg viewBox="0 0 {width:.0f} {height:.0f}" style="--width: {width:.0f}px" role="group" '
         f'aria-label="{escape(section.title)}">'
     ]
     splits = {s.number: s.split for s in (*section.given, *section.steps)}
@@ -61,14 +61,16 @@ def svg(section: Section) -> str:
             bend = GAP_Y / 2
             top, end = sy + HEIGHT, y - 5
             path = f"M{sx:.0f},{top:.0f} C{sx:.0f},{top + bend:.0f} {x:.0f},{end - bend:.0f} {x:.0f},{end:.0f}"
-        else:  # around what lies between, on the side where there are fewer
-            side = 1 if lanes[1] <= lanes[-1] else -1
+        else:  # around what lies between: on the side of its source or, if that is in the middle, where there are fewer
+            side = 1 if sx > width / 2 + 1 else -1 if sx < width / 2 - 1 else 1 if lanes[1] <= lanes[-1] else -1
             reach = max(len(row) * (WIDTH + GAP_X) - GAP_X for row in rows[above : below + 1]) / 2
-            lane = width / 2 + side * (reach + 12 + 9 * (lanes[side] % LANES))
+            turn = lanes[side] % LANES
+            lane = width / 2 + side * (reach + 12 + 9 * turn)
             lanes[side] += 1
             start, end, aside = sy + HEIGHT, y - 5, side * WIDTH / 4
+            down = GAP_Y * (1 + turn % 3) / 5  # flows that turn in the same gap do not run into one another
             path = (
-                f"M{sx + aside:.0f},{start:.0f} V{start + GAP_Y / 3:.0f} H{lane:.0f} V{end - GAP_Y / 3:.0f} "
+                f"M{sx + aside:.0f},{start:.0f} V{start + down:.0f} H{lane:.0f} V{end - down:.0f} "
                 f"H{x + aside:.0f} V{end:.0f}"
             )
         parts.append(f'<path class="flow {splits[source]}" d="{path}" marker-end="url(#tip)"/>')

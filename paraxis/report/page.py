@@ -19,7 +19,7 @@ from ..solver.machine import machine_of
 from .drawing import svg
 from .steps import Section, Step, in_words, sections_of, short, steps_of
 
-SHARES = ("parameters", "buffers", "cache", "gradients", "optimizer")
+SHARES = ("parameters", "buffers", "cache", "gradients", "optimizer", "activations")
 MEANINGS = {
     "column": "Every rank computes its share of the outputs; nothing has to be exchanged for that.",
     "row": "Every rank has its share of the inputs and computes one term of a sum; the terms are added up afterwards.",
@@ -84,7 +84,8 @@ def report(planned: Planned, title: str) -> str:
 def _summary(planned: Planned) -> str:
     plan = planned.plan
     total = sum(prod(p.global_shape) for p in plan.parameters.values())
-    kinds = ", ".join(f"{n} {kind.replace('_', '-')}{'s' if n > 1 else ''}" for kind, n in plan.count().items())
+    parts = [f"{n} {kind.replace('_', '-')}{'s' if n > 1 else ''}" for kind, n in plan.count().items()]
+    kinds = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
     share = plan.communication / plan.seconds if plan.seconds else 0.0
     proven = "No plan is cheaper" if plan.optimal else "It is not proven that no plan is cheaper"
     memory = f" That is {size_text(plan.memory.parameters)} of weights." if plan.memory is not None else ""
@@ -120,12 +121,24 @@ def _memory(plan: Plan) -> str:
         f'<td class="n">{value / total:.1%}</td></tr>'
         for name, value in shares
     )
-    cache = f" The cache is for {memory.batch} × {memory.context} tokens." if memory.cache is not None else ""
+    sizes = f" For {memory.batch} × {memory.context} tokens." if memory.context else ""
+    unknown = "".join(
+        f" The {name} {'is' if name == 'cache' else 'are'} not known: {escape(why)}."
+        for name, why in (("cache", memory.unknown), ("activations", memory.uncounted))
+        if why
+    )
+    without = "" if memory.activations is not None or memory.uncounted else ", without activations"
     return (
         f'<div class="bar" role="img" aria-label="Memory of one rank">{bars}</div>'
         f'<table class="narrow"><tbody>{rows}<tr><th>one rank</th><th class="n">{size_text(total)}</th><th></th></tr>'
-        f"</tbody></table><p>Of the fullest rank, without activations.{cache}</p>"
+        f"</tbody></table><p>Of the fullest rank{without}.{sizes}{unknown}</p>"
     )
+
+
+def _row(cells: list[str]) -> str:
+    """A row of a table that can be searched; what is short is not broken."""
+    found = "".join(f"<td{' class=short' if len(c) < 16 else ''}>{escape(c)}</td>" for c in cells)
+    return f'<tr data-search="{escape(" ".join(cells).lower())}">{found}</tr>'
 
 
 def _layers(plan: Plan) -> str:
@@ -146,11 +159,7 @@ def _layers(plan: Plan) -> str:
     for (name, kind, axis, gathers, parallel, whole, mine), count in rows.items():
         cells = [name, str(count), kind, axis, "sharded" if parallel else "whole", "whole" if gathers else "sharded"]
         cells += ["×".join(map(str, whole)), "×".join(map(str, mine))]
-        lines.append(
-            f'<tr data-search="{escape(" ".join(cells).lower())}">'
-            + "".join(f"<td>{escape(c)}</td>" for c in cells)
-            + "</tr>"
-        )
+        lines.append(_row(cells))
     head = "".join(f"<th>{t}</th>" for t in ("layer", "×", "kind", "axis", "input", "output", "whole", "on a rank"))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
@@ -171,11 +180,7 @@ def _collectives(planned: Planned) -> str:
             f"{seconds * 1e6:.1f} µs" if seconds is not None else "",
             reason,
         ]
-        lines.append(
-            f'<tr data-search="{escape(" ".join(cells).lower())}">'
-            + "".join(f"<td>{escape(c)}</td>" for c in cells)
-            + "</tr>"
-        )
+        lines.append(_row(cells))
     if not lines:
         return "<p>None.</p>"
     head = "".join(f"<th>{t}</th>" for t in ("kind", "after", "×", "shape", "size", "each, estimated", "why"))

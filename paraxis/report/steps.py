@@ -8,6 +8,7 @@ once.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def steps_of(planned: Planned) -> list[Step]:
         step.sources |= {number for number in made if number != step.number}
         place[node] = step.number
     for step in steps:
-        _describe(step, planned)
+        _describe(step, planned, place)
     return steps
 
 
@@ -118,9 +119,21 @@ def _joined(reasons: dict[tuple[str, str], str], module: str) -> str:
     return next((why for (_, where), why in reasons.items() if module in where.split(" + ")), "")
 
 
-def _describe(step: Step, planned: Planned) -> None:
-    """What its result is: what its layer or collective gives, or else the last tensor that it makes."""
-    for node in step.nodes if step.kind != "operators" else reversed(step.nodes):
+def _results(step: Step, place: dict[Node, int]) -> list[Node]:
+    """The operators of a step, those first whose tensors other steps use, the largest before the others."""
+
+    def size(node: Node) -> tuple[bool, int, int]:
+        value = node.meta.get("val")
+        used = any(place.get(user, step.number) != step.number for user in node.users)
+        numel = prod(n for n in value.shape if isinstance(n, int)) if isinstance(value, torch.Tensor) else 0
+        return used, numel, step.nodes.index(node)
+
+    return sorted(step.nodes, key=size, reverse=True)
+
+
+def _describe(step: Step, planned: Planned, place: dict[Node, int]) -> None:
+    """What its result is: what its layer or collective gives, or else the largest tensor that it makes for others."""
+    for node in step.nodes if step.kind != "operators" else _results(step, place):
         value, placements = node.meta.get("val"), node.meta.get("placement")
         if step.kind == "collective":
             value = node.all_input_nodes[0].meta.get("val")
