@@ -206,7 +206,8 @@ def _local_program(
     graphs: list[tuple[GraphModule, list[Any]]] = []
     with torch.set_grad_enabled(train), no_collection():
         with only_first(model, repeated):
-            capture(model.train(train), (), inputs, lambda graph, examples: graphs.append((graph, examples)))
+            model.train(train)
+            capture(model, (), inputs, lambda graph, examples: graphs.append((graph, examples)), forward=True)
         captured, examples = graphs[0]
         names = [str(node.target) for node in captured.graph.find_nodes(op="placeholder")]
         local = run_pipeline(captured, examples, ctx, config)
@@ -243,7 +244,7 @@ def _run(
         with shards_of(parameters, shards), torch.set_grad_enabled(train), _Watch(ledger):
             returned = pytree.tree_leaves(_Run(program, ledger).run(*given))
             ledger.block = ""
-            cached = _cached(returned, solved, ledger)
+            cached = [] if train else _cached(returned, solved, ledger)
             kept = [each for each in ledger.storages if each.gone is None]
             if train:
                 _backward(returned)

@@ -75,8 +75,8 @@ def measured_step(folder: str, batch: int, context: int) -> tuple[int, int]:
     step()
     optimizer.step()
     state = [t for values in optimizer.state.values() for t in values.values() if t.dim()]
-    kept = sum(size(t) for p in model.parameters() for t in (p, p.grad)) + sum(size(t) for t in state)
-    return kept, allocated(step)
+    kept = [*state, *(t for p in model.parameters() for t in (p, p.grad))]
+    return sum(t.to_local().nbytes for t in kept), allocated(step)
 
 
 @pytest.mark.parametrize(

@@ -125,9 +125,15 @@ def install_output_hooks(model: nn.Module) -> None:
 
 
 def capture(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], on_graph: Callable[[GraphModule, list[Any]], None]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    on_graph: Callable[[GraphModule, list[Any]], None],
+    forward: bool = False,
 ) -> None:
     """Capture ``model(*args, **kwargs)`` without running it and hand the graph to ``on_graph``.
+
+    With ``forward`` it is what a call of the whole model runs, by :func:`fresh_entry`.
 
     Raises:
         CaptureError: with the line of the model's source where capture stopped; a ``GraphBreak`` if the model could
@@ -144,7 +150,7 @@ def capture(
 
     ignore_loggers()
     install_output_hooks(model)
-    compiled = torch.compile(fresh_entry(), fullgraph=True, backend=backend, dynamic=False)
+    compiled = torch.compile(fresh_entry(forward=forward), fullgraph=True, backend=backend, dynamic=False)
     try:
         with open_encoders(), no_collection():
             compiled(model, *args, **kwargs)
