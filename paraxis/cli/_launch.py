@@ -182,7 +182,11 @@ def _interrupts_for_this_process_alone() -> Iterator[list[int]]:
 
     def pass_on(number: int, _: Any) -> None:
         seen.append(number)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if len(seen) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:  # again: somebody does not want to wait for the ranks to end by themselves
+            for process in multiprocessing.active_children():
+                process.kill()
 
     handler = signal.signal(signal.SIGINT, pass_on)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
