@@ -48,8 +48,8 @@ def command(
 
     transformers: a tp_plan for `DistributedConfig`, and the base model's part of it. torch: a Python module with a plan
     for `parallelize_module`. vllm: the base_model_tp_plan that its transformers backend reads; vLLM itself was not run.
-    What cannot be said exactly stays whole and is listed with the reason. For inference: gradients are not tried. Exits
-    with 1 if nothing is left.
+    What cannot be said exactly stays whole and is listed with the reason. For inference, under torch.no_grad: gradients
+    are not tried. Exits with 1 if nothing is left.
 
     Examples: paraxis export org/model --tp 4
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from paraxis.capture import CaptureError
 from paraxis.meta import tied_names
 
 from .candidates import Candidates, find_candidates, generic
 from .choose import Check, Choice, choose, choose_alone, fits
+from .layers import failing_layers
 from .small import NotSmall, small_like
 from .styles import parse_cut
 from .targets import (
@@ -125,7 +127,10 @@ def export_plan(
     from paraxis.planning import plan_model
 
     built: Any = api.build_on_meta(model, None, {})
-    plan = plan_model(model, tp_size, **kwargs)
+    try:
+        plan = plan_model(model, tp_size, **kwargs)
+    except CaptureError as error:
+        raise NotExportable(f"{type(built).__name__} has no plan to export: {error}") from error
     found = restricted(find_candidates(built, plan), target)
     choice = _chosen(built, found, tp_size, verify)
     export = Export(
@@ -151,12 +156,13 @@ def export_plan(
         export.source = torch_source(export.plan, _ties(built, choice), _headline(export))
     else:
         export.plan = vllm_plan(built, choice, generic)
-        export.whole.pop("", None)
     return export
 
 
 def _chosen(built: Any, found: Candidates, world: int, verify: bool) -> Choice:
+    own = "it has a forward of its own"
     if not verify:
+        found.drop(dict.fromkeys(found.own, own))
         return choose_alone(found, "not tried (--no-verify)")
     everything = {p: way for group in found.groups for p, way in group.ways.items()}
     instead = {p: way for group in found.groups for p, way in group.instead.items()}
@@ -172,9 +178,13 @@ def _chosen(built: Any, found: Candidates, world: int, verify: bool) -> Choice:
         return ""
 
     try:
-        with small_like(built.config, type(built), world, obstacle):
+        with small_like(built.config, type(built), world, obstacle) as small:
+            there = found.own & {pattern for group in found.groups for pattern in group.ways}
+            if there:
+                found.drop(failing_layers(small, there, checks[0].inputs, world))
             return choose(found, checks[0])
     except NotSmall as error:
+        found.drop(dict.fromkeys(found.own, own))
         return choose_alone(found, str(error))
 
 

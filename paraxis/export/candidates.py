@@ -18,7 +18,7 @@ from paraxis.meta import tied_names
 from paraxis.placement import Layout, Placement, Shard
 from paraxis.plan import LayerPlan, Plan
 
-from .styles import COLUMN, EXPERTS, GATHERED, PACKED, ROW, ROW_SPLIT, VOCAB, cut_style
+from .styles import COLUMN, EXPERTS, GATHERED, PACKED, ROW, ROW_SPLIT, VOCAB, cut_style, parse_cut
 
 
 def generic(name: str) -> str:
@@ -33,22 +33,40 @@ class Group:
     Attributes:
         where: The module that they are in.
         ways: How each is split, by names with block numbers left open.
+        others: Other ways to split them, to be tried if this one is not right.
         instead: How each is split by itself if the group cannot be; what is missing stays whole.
-        reason: Why the group as such is not split, once that is known.
+        reason: Why a module is alone in its group, where the plan has it together with others.
     """
 
     where: str
     ways: dict[str, str]
+    others: list[dict[str, str]] = field(default_factory=list)
     instead: dict[str, str] = field(default_factory=dict)
     reason: str = ""
 
 
 @dataclass
 class Candidates:
-    """All that could be split, and why the rest is not."""
+    """All that could be split, and why the rest is not.
+
+    ``own`` are layers with a forward of their own: they may be split if that runs.
+    """
 
     groups: list[Group] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+
+    def drop(self, reasons: dict[str, str]) -> None:
+        """Leave the groups whole that have one of these modules."""
+        for group in [g for g in self.groups if set(g.ways) & set(reasons)]:
+            self.groups.remove(group)
+            why = "; ".join(f"{p}: {reasons[p]}" for p in group.ways if p in reasons)
+            shared = f"shares its weight with what stays whole ({why})"
+            for pattern, way in group.ways.items():
+                if pattern in reasons or pattern not in group.instead:
+                    self.whole[pattern] = reasons.get(pattern, shared)
+                elif parse_cut(way) is None:
+                    self.groups.append(Group(pattern, {pattern: group.instead[pattern]}, reason=why))
 
 
 @dataclass
@@ -59,11 +77,14 @@ class _Piece:
     alone: str | None
     together: str | None
     reason: str = ""
+    shapes: frozenset[tuple[int, ...]] = frozenset()
+    order: int = 0
 
 
 def find_candidates(model: nn.Module, plan: Plan) -> Candidates:
     """Groups and single modules of a plan, for a model whose parameters may be on ``meta``."""
     layers: dict[str, LayerPlan] = {layer.name: layer for layer in plan.layers}
+    order = {generic(layer.name): i for i, layer in reversed(list(enumerate(plan.layers)))}
     modules: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
         if any(p.ndim > 1 for p in module.parameters(recurse=False)):
@@ -72,6 +93,10 @@ def find_candidates(model: nn.Module, plan: Plan) -> Candidates:
     for pattern, several in modules.items():
         if all(isinstance(m, (nn.Linear, nn.Embedding)) for _, m in several):
             pieces[pattern] = _piece(pattern, several, layers, plan)
+            pieces[pattern].order = order.get(pattern, 0)
+            pieces[pattern].shapes = frozenset(_shape(module) for _, module in several)
+            if any(type(m).forward not in (nn.Linear.forward, nn.Embedding.forward) for _, m in several):
+                found.own.add(pattern)
         else:
             experts = _experts(pattern, several, plan)
             if isinstance(experts, Group):
@@ -81,13 +106,14 @@ def find_candidates(model: nn.Module, plan: Plan) -> Candidates:
     tied = _tied(model, pieces, found)
     free = {p: piece for p, piece in pieces.items() if p not in tied}
     grouped = _groups(free)
+    grouped += _usual(free, {pattern for group in grouped for pattern in group.ways}, plan.world_size)
     found.groups += grouped
     taken = {pattern for group in grouped for pattern in group.ways}
     for pattern, piece in free.items():
         if pattern in taken:
             continue
         if piece.alone is not None:
-            found.groups.append(Group(pattern, {pattern: piece.alone}))
+            found.groups.append(Group(pattern, {pattern: piece.alone}, reason=piece.reason))
         else:
             found.whole[pattern] = piece.reason
     return found
@@ -99,9 +125,6 @@ def find_candidates(model: nn.Module, plan: Plan) -> Candidates:
 def _piece(pattern: str, several: list[tuple[str, nn.Module]], layers: dict[str, LayerPlan], plan: Plan) -> _Piece:
     """How the modules of one name can be split, alone and in a group."""
     world = plan.world_size
-    unlike = [type(m).__name__ for _, m in several if type(m).forward not in (nn.Linear.forward, nn.Embedding.forward)]
-    if unlike:
-        return _Piece(pattern, None, None, f"{unlike[0]} has a forward of its own")
     planned = [layers.get(name) for name, _ in several]
     if any(layer is None for layer in planned):
         return _Piece(pattern, None, None, "the planned forward does not run all of them as a layer")
@@ -196,15 +219,45 @@ def _groups(pieces: dict[str, _Piece]) -> list[Group]:
     found = []
     for parent in sorted(parents, key=lambda p: (-p.count("."), p)):
         inside = {p: piece for p, piece in open_.items() if p.startswith(f"{parent}.")}
-        ways = {p: str(piece.together) for p, piece in inside.items()}
-        if ROW not in ways.values() or not {COLUMN, PACKED} & set(ways.values()):
+        direct = {p: piece for p, piece in inside.items() if p.rpartition(".")[0] == parent}
+        inside = direct if _complete(direct) else inside
+        if not _complete(inside):
             continue
+        ways = {p: str(piece.together) for p, piece in inside.items()}
         instead = {p: str(piece.alone) for p, piece in inside.items()}
-        found.append(Group(parent, ways, instead))
+        found.append(Group(parent, ways, instead=instead))
         for p in inside:
             del open_[p]
     order = {p: i for i, p in enumerate(pieces)}
     return sorted(found, key=lambda group: min(order[p] for p in group.ways))
+
+
+def _complete(pieces: dict[str, _Piece]) -> bool:
+    """Whether there are columns, and a row that they lead to."""
+    ways = {piece.together for piece in pieces.values()}
+    return ROW in ways and bool({COLUMN, PACKED} & ways)
+
+
+def _usual(pieces: dict[str, _Piece], taken: set[str], world: int) -> list[Group]:
+    """Where the plan has something else: modules whose last Linear takes in what the others put out, as usual.
+
+    A search may prefer to gather a small tensor; the usual way needs no gather that another library does not have.
+    """
+    by_parent: dict[str, dict[str, _Piece]] = {}
+    for pattern, piece in pieces.items():
+        if pattern not in taken and "*" in pattern and piece.alone in (GATHERED, ROW_SPLIT):
+            by_parent.setdefault(pattern.rpartition(".")[0], {})[pattern] = piece
+    found = []
+    for parent, inside in by_parent.items():
+        *columns, row = sorted(inside.values(), key=lambda piece: piece.order)
+        taken_in = {shape[1] for shape in row.shapes}
+        if any(size % world for size in taken_in):
+            continue
+        puts_out = [{shape[0] for shape in piece.shapes} for piece in columns if piece.together != PACKED]
+        if taken_in in puts_out and not any(size % world for sizes in puts_out for size in sizes):
+            ways = {piece.pattern: COLUMN for piece in columns if piece.together != PACKED} | {row.pattern: ROW}
+            found.append(Group(parent, ways, instead={p: str(inside[p].alone) for p in ways}))
+    return found
 
 
 def _parents(pattern: str) -> list[str]:
@@ -220,13 +273,9 @@ def _parents(pattern: str) -> list[str]:
 def _tied(model: nn.Module, pieces: dict[str, _Piece], found: Candidates) -> set[str]:
     """Groups of modules with one weight: they are cut alike, by rows, or stay whole. Returns their names."""
     taken: set[str] = set()
-    names = {id(module): name for name, module in model.named_modules()}
-    for several in tied_names(model).values():
-        owners = {names[id(model.get_submodule(name.rpartition(".")[0]))] for name in several}
-        patterns = sorted({generic(owner) for owner in owners})
-        if len(owners) < 2:
-            continue
+    for patterns in _sharing(model):
         taken |= set(patterns)
+        found.groups = [group for group in found.groups if not set(group.ways) & set(patterns)]
         ways, reasons = {}, {}
         for pattern in patterns:
             piece = pieces.get(pattern)
@@ -234,8 +283,10 @@ def _tied(model: nn.Module, pieces: dict[str, _Piece], found: Candidates) -> set
                 ways[pattern] = str(piece.alone)
             elif piece is not None and piece.alone is not None:
                 reasons[pattern] = "it shares its weight, and is not cut by rows"
+            elif piece is not None:
+                reasons[pattern] = piece.reason
             else:
-                reasons[pattern] = piece.reason if piece is not None else found.whole.get(pattern, "")
+                reasons[pattern] = found.whole.get(pattern) or "it has a parameter of its own that it shares"
         if reasons:
             why = "; ".join(f"{pattern}: {reason}" for pattern, reason in reasons.items())
             found.whole.update(
@@ -244,6 +295,21 @@ def _tied(model: nn.Module, pieces: dict[str, _Piece], found: Candidates) -> set
         else:
             found.groups.append(Group(" and ".join(patterns), ways))
     return taken
+
+
+def _sharing(model: nn.Module) -> list[list[str]]:
+    """Modules that share weights with one another, directly or through a third, with block numbers left open."""
+    names = {id(module): name for name, module in model.named_modules()}
+    sets: list[set[str]] = []
+    for several in tied_names(model).values():
+        owners = {names[id(model.get_submodule(name.rpartition(".")[0]))] for name in several}
+        if len(owners) > 1:
+            joined = {generic(owner) for owner in owners}
+            for other in [s for s in sets if s & joined]:
+                sets.remove(other)
+                joined |= other
+            sets.append(joined)
+    return [sorted(s) for s in sets]
 
 
 # -- modules that hold weights of their own ------------------------------------------------------------------------
@@ -256,18 +322,35 @@ def _experts(pattern: str, several: list[tuple[str, nn.Module]], plan: Plan) -> 
     if not any(p.ndim == 3 for params in own for p in params.values()) or any(set(p) != set(own[0]) for p in own):
         return f"{kind} is neither nn.Linear nor nn.Embedding: there is no style for it"
     ways: dict[str, str] = {}
+    known = True
     for key in own[0]:
         found = set()
         for (name, _), params in zip(several, own, strict=True):
             found.add(_cut(_placement(plan, f"{name}.{key}"), tuple(params[key].shape), plan.world_size))
-        if len(found) != 1 or "no" in found:
-            return f"{key} is cut in a way for which there is no style"
-        (way,) = found
-        if way:
-            ways[f"{pattern}.{key}"] = way
+        known = known and len(found) == 1 and "no" not in found
+        if len(found) == 1 and found != {""}:
+            ways[f"{pattern}.{key}"] = found.pop()
     if not ways:
         return _plan_reason(plan, [f"{name}.{key}" for name, _ in several for key in own[0]])
-    return Group(pattern, {pattern: EXPERTS, **ways})
+    usual = _usual_cuts(pattern, [{key: tuple(p.shape) for key, p in each.items()} for each in own], plan.world_size)
+    several_ways = ([{pattern: EXPERTS, **ways}] if known else []) + usual
+    if not several_ways:
+        return "its weights are cut in a way for which there is no style"
+    return Group(pattern, several_ways[0], several_ways[1:])
+
+
+def _usual_cuts(pattern: str, shapes: list[dict[str, tuple[int, ...]]], world: int) -> list[dict[str, str]]:
+    """The ways to cut experts' weights by width: the last one by what the others put out, stored either way round."""
+    keys = [key for key, shape in shapes[0].items() if len(shape) == 3]
+    found = []
+    for out, into in ((-2, -1), (-1, -2)):
+        for segments in (2, 1):
+            cuts = {key: (out, segments) for key in keys[:-1]} | {key: (into, 1) for key in keys[-1:]}
+            divide = all(each[key][dim] % (world * n) == 0 for each in shapes for key, (dim, n) in cuts.items())
+            if len(keys) > 1 and divide:
+                ways = {f"{pattern}.{key}": cut_style(dim, n) for key, (dim, n) in cuts.items()}
+                found.append({pattern: EXPERTS, **ways})
+    return found
 
 
 def _cut(placement: Placement | None, shape: tuple[int, ...], world: int) -> str:

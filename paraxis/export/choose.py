@@ -46,7 +46,7 @@ def choose_alone(found: Candidates, reason: str) -> Choice:
     choice = Choice({}, dict(found.whole))
     for group in found.groups:
         if set(group.ways.values()) <= set(SAFE):
-            choice.ways.update(group.ways)
+            _take(choice, group)
         else:
             _apart(choice, group, reason)
     return choice
@@ -63,17 +63,18 @@ def choose(found: Candidates, check: Check) -> Choice:
         return choice
     seen = check(everything)
     if seen.right:
-        choice.ways, choice.error, choice.together = everything, seen.error, list(found.groups)
+        for group in found.groups:
+            _take(choice, group)
+        choice.error = seen.error
         return choice
     for group in found.groups:
         alone = check(group.ways)
-        if alone.right:
-            choice.ways.update(group.ways)
-            choice.together.append(group)
-        elif group.instead:
-            _apart(choice, group, alone.reason)
+        right = group.ways if alone.right else next((ways for ways in group.others if check(ways).right), None)
+        if right is not None:
+            group.ways = right
+            _take(choice, group)
         else:
-            choice.whole.update(dict.fromkeys(group.ways, alone.reason))
+            _apart(choice, group, alone.reason)
     seen = check(choice.ways)
     if not seen.right:
         _one_by_one(choice, check)
@@ -85,14 +86,21 @@ def choose(found: Candidates, check: Check) -> Choice:
     return choice
 
 
+def _take(choice: Choice, group: Group) -> None:
+    """The group as it is."""
+    choice.ways.update(group.ways)
+    choice.together.append(group)
+    if group.reason:
+        choice.gathered.update(dict.fromkeys(group.ways, group.reason))
+
+
 def _apart(choice: Choice, group: Group, reason: str) -> None:
     """The modules of a group each by itself."""
-    group.reason = reason
-    for pattern in group.ways:
+    for pattern, way in group.ways.items():
         if pattern in group.instead:
             choice.ways[pattern] = group.instead[pattern]
             choice.gathered[pattern] = reason
-        else:
+        elif parse_cut(way) is None:
             choice.whole[pattern] = reason
 
 
@@ -107,7 +115,7 @@ def _one_by_one(choice: Choice, check: Check) -> None:
         if seen.right:
             taken.update(unit)
         else:
-            choice.whole.update(dict.fromkeys(unit, seen.reason))
+            choice.whole.update({p: seen.reason for p, way in unit.items() if parse_cut(way) is None})
             choice.gathered = {p: r for p, r in choice.gathered.items() if p not in unit}
     choice.ways = taken
     choice.together = [group for group in choice.together if set(group.ways) <= set(taken)]

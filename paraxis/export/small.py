@@ -19,7 +19,7 @@ from paraxis.meta import MetaAwareMethodsPatcher
 
 LARGEST = 40_000_000
 """Parameters that are still run as they are."""
-FACTORS = (1, 2, 4, 8, 16, 32)
+FACTORS = (1, 2, 4, 8, 16, 32, 64, 3, 6, 12, 24, 5, 10, 20, 40)
 VOCABULARY = 2048
 
 _WIDTH = re.compile(

@@ -65,21 +65,22 @@ def names_of(target: str) -> Mapping[str, str]:
 def restricted(found: Candidates, target: str) -> Candidates:
     """What of the candidates the library has a style for."""
     names = names_of(target)
-    kept = Candidates(whole=dict(found.whole))
+    kept = Candidates(whole=dict(found.whole), own=set(found.own))
+
+    def known(ways: Mapping[str, str]) -> bool:
+        return all(way in names and not _ambiguous(pattern, way) for pattern, way in ways.items())
+
     for group in found.groups:
-        missing = {p: way for p, way in group.ways.items() if way not in names or _ambiguous(p, way)}
-        if not missing:
-            kept.groups.append(group)
-        elif target == "vllm":
-            kept.whole.update({p: _left_to_vllm(way) for p, way in group.ways.items() if parse_cut(way) is None})
-        elif group.instead and all(way in names for way in group.instead.values()):
-            kept.groups += [Group(p, {p: way}, reason=_lacking(target, missing)) for p, way in group.instead.items()]
+        reason = _lacking(target, group.ways)
+        several = [ways for ways in (group.ways, *group.others) if known(ways)]
+        if several:
+            instead = group.instead if known(group.instead) and target != "vllm" else {}
+            kept.groups.append(Group(group.where, several[0], several[1:], instead, group.reason))
+        elif group.instead and known(group.instead) and target != "vllm":
+            kept.groups += [Group(p, {p: way}, reason=reason) for p, way in group.instead.items()]
         else:
-            reason = _lacking(target, missing)
-            kept.whole.update({p: reason for p, way in group.ways.items() if parse_cut(way) is None})
-    if target == "vllm":
-        for group in kept.groups:
-            group.instead = {}
+            modules = {p: way for p, way in group.ways.items() if parse_cut(way) is None}
+            kept.whole.update({p: _left_to_vllm(way) if target == "vllm" else reason for p, way in modules.items()})
     return kept
 
 
@@ -93,12 +94,14 @@ def _left_to_vllm(way: str) -> str:
         return "vLLM splits the input embedding by itself"
     if way == EXPERTS:
         return "vLLM runs fused experts by itself"
+    if way in (PACKED, ROW):
+        return "vLLM documents no style for two halves that are cut each by itself"
     return "vLLM documents no style for a layer by itself; it replicates it, or, for the head, splits it by itself"
 
 
-def _lacking(target: str, missing: Mapping[str, str]) -> str:
+def _lacking(target: str, ways: Mapping[str, str]) -> str:
     what = {PACKED: "two halves that are cut each by itself", EXPERTS: "weights of three dimensions"}
-    which = next((what[way] for way in missing.values() if way in what), "this")
+    which = next((what[way] for way in ways.values() if way in what), "this")
     return f"{target} has no style for {which}"
 
 
@@ -112,6 +115,7 @@ def transformers_plans(model: Any, choice: Choice) -> dict[str, dict[str, str]]:
     """
     names = styles_of_transformers()
     plan = {pattern: names[way] for pattern, way in choice.ways.items()}
+    plan |= _gradients(model, choice)
     whole = _shipped(model) if _merges() else set()
     prefix = _base_prefix(model)
     base = {pattern.removeprefix(prefix): style for pattern, style in plan.items() if pattern.startswith(prefix)}
@@ -124,6 +128,20 @@ def transformers_plans(model: Any, choice: Choice) -> dict[str, dict[str, str]]:
         plan |= {name: whole_style for name in sorted(whole - set(plan))}
         base |= {name: whole_style for name in sorted(implied - set(base))}
     return {"tp_plan": plan, "base_model_tp_plan": base}
+
+
+_FOR_GRADIENTS = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Styles of transformers that change nothing but the gradients of a module between split layers."""
+
+
+def _gradients(model: Any, choice: Choice) -> dict[str, str]:
+    """What the shipped plan says of gradients, inside of groups that are split as in that plan."""
+    split = [group.where for group in choice.together if {COLUMN, PACKED} & set(group.ways.values())]
+    return {
+        name: style
+        for name, style in (getattr(model, "tp_plan", None) or {}).items()
+        if style in _FOR_GRADIENTS and name not in choice.ways and any(name.startswith(f"{w}.") for w in split)
+    }
 
 
 def _shipped(model: Any) -> set[str]:

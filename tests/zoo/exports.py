@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +36,9 @@ _building = threading.Lock()
 
 def in_transformers(name: str, folder: str, plan: dict[str, str]) -> dict[str, Any]:
     """On a rank: loaded by plain transformers with this plan, and compared."""
-    from transformers import logging
     from transformers.distributed import DistributedConfig
 
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+    _quiet()
     unsharded: Any = _class(folder).from_pretrained(folder, dtype=torch.float32).eval()
     config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
     model = type(unsharded).from_pretrained(folder, dtype=torch.float32, distributed_config=config).eval()
@@ -48,10 +47,7 @@ def in_transformers(name: str, folder: str, plan: dict[str, str]) -> dict[str, A
 
 def in_torch(name: str, folder: str, source: str) -> dict[str, Any]:
     """On a rank: split by torch's `parallelize_module` with the exported module, and compared."""
-    from transformers import logging
-
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+    _quiet()
     unsharded: Any = _class(folder).from_pretrained(folder, dtype=torch.float32).eval()
     model: Any = _class(folder).from_pretrained(folder, dtype=torch.float32).eval()
     exported: dict[str, Any] = {}
@@ -60,9 +56,15 @@ def in_torch(name: str, folder: str, source: str) -> dict[str, Any]:
     return compared(name, exported["parallelize"](model, mesh), unsharded)
 
 
-def _class(folder: str) -> Any:
-    from pathlib import Path
+def _quiet() -> None:
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.simplefilter("ignore")
+
+
+def _class(folder: str) -> Any:
     from paraxis.weights.hub import load_config_and_class
 
     return load_config_and_class(Path(folder), {})[1]
@@ -75,9 +77,12 @@ def compared(name: str, model: Any, unsharded: Any) -> dict[str, Any]:
         found, right = model(**inputs).logits, unsharded(**inputs).logits
         found = found.full_tensor() if hasattr(found, "full_tensor") else found
         result: dict[str, Any] = {"logits": float((found - right).abs().max()), "tokens": "none"}
-        with torch.enable_grad():
-            training = model(**inputs).logits.detach()
-        result["logits"] = max(result["logits"], float((training - right).abs().max()))
+        try:
+            with torch.enable_grad():
+                training = model(**inputs).logits.detach()
+            result["logits"] = max(result["logits"], float((training - right).abs().max()))
+        except RuntimeError as error:  # code that writes into a result which autograd has to keep
+            result["inference_only"] = _line(error)
         options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         try:
             expected = unsharded.generate(inputs["input_ids"], **options)
@@ -102,6 +107,7 @@ def work(name: str, pool: RankPool) -> Record:
     target = target or "transformers"
     from paraxis.export import NotExportable, export_plan
 
+    _quiet()
     record: Record = {"name": name}
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         with _building:
@@ -152,7 +158,8 @@ def page(records: dict[int, list[Record]]) -> str:
         "`paraxis export` for every type of causal language model that can be built: tiny models with random weights,",
         "loaded by plain transformers with the exported `tp_plan`, or split by torch's `parallelize_module` with the",
         "exported module, on real gloo ranks. *logits*: the largest difference to the unsharded model in float32, with",
-        f"and without gradients enabled (right: at most {LIMIT:g}). *tokens*: {NEW_TOKENS} greedily generated ones,",
+        f"and without gradients enabled (right: at most {LIMIT:g}; *inference*: an error where they are enabled, for",
+        f"the model writes into a result that autograd keeps). *tokens*: {NEW_TOKENS} greedily generated ones,",
         "with a cache. *share*: parameters on a rank. *ships*: whether transformers has a plan for the type itself.",
         "*together*: modules within which layers stay split; *alone*: layers that are gathered each by itself;",
         "*whole*: what is not split. Made by `make exports`.",
@@ -186,6 +193,7 @@ def _row(r: Record) -> str:
             title = {"unbuilt": "cannot be built", "refused": "refused", "error": "FAILS"}[key]
             return f"{title} | | | | | | {_cell(r[key])}"
     off = f"{r['logits']:.0e}" if r["logits"] <= LIMIT else f"WRONG {r['logits']:.0e}"
+    off += ", inference" if "inference_only" in r else ""
     together = ", ".join(r["groups"])
     alone = ", ".join(item["name"] for item in r["gathered"])
     whole = "; ".join(f"{item['name']}: {item['reason']}" for item in r["whole"])
