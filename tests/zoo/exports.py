@@ -7,6 +7,7 @@ in one call, tokens of greedy generation with a cache. What cannot be exported m
 from __future__ import annotations
 
 import platform
+import re
 import sys
 import tempfile
 import threading
@@ -181,9 +182,12 @@ def page(records: dict[int, list[Record]]) -> str:
                     f"{refused} refused, {unbuilt} cannot be built, {len(wrong)} wrong{': ' if wrong else ''}"
                     f"{', '.join(wrong)}."
                 )
+    missing = sorted(set(types().split(",")) - {r["name"] for several in records.values() for r in several})
+    if missing:
+        lines.append(f"- not run for this page: {', '.join(missing)}.")
     lines += ["", "| type | ranks | logits | tokens | share | ships | together | alone | whole |", "|" + "---|" * 9]
-    for name, world, r in sorted((r["name"], world, r) for world, several in records.items() for r in several):
-        lines.append(f"| {name} | {world} | {_row(r)} |")
+    listed = [(r["name"], world, r) for world, several in records.items() for r in several]
+    lines += [f"| {name} | {world} | {_row(r)} |" for name, world, r in sorted(listed, key=lambda row: row[:2])]
     return "\n".join(lines) + "\n"
 
 
@@ -202,7 +206,7 @@ def _row(r: Record) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    return re.sub(r"\S*/site-packages/", "", text).replace("|", "\\|").replace("\n", " ")
 
 
 def types() -> str:
