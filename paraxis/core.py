@@ -21,7 +21,7 @@ from .placement import Placement
 
 if TYPE_CHECKING:
     from .distributed.averaging import Averager
-    from .distributed.split import Split
+    from .distributed.splitting import Split
     from .passes.base import PassPipeline
     from .plan import Plan
     from .solver import Machine

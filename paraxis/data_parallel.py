@@ -20,7 +20,7 @@ from torch.fx import Graph
 from .core import Config, ParallelExecutionCtx
 from .distributed.averaging import Averager
 from .distributed.mesh import HOW
-from .distributed.split import split_over
+from .distributed.splitting import split_over
 from .plan import size_text
 from .sharded import ShardedTensor, spec_of, unwrap
 

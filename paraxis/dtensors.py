@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .distributed.mesh import DP, TP
-from .distributed.split import Split
+from .distributed.splitting import Split
 from .placement import Layout
 from .placement import Shard as Sharded
 

@@ -25,7 +25,7 @@ from .core import ParameterMeta
 from .distributed.chunks import chunk_at, chunk_list, write_items
 from .distributed.random import RandomState
 from .distributed.redistribute import gather_box, slice_box, sum_copies
-from .distributed.split import Split
+from .distributed.splitting import Split
 from .placement import Placement, Shard, local_shape
 
 aten = torch.ops.aten

@@ -118,6 +118,11 @@ def averaged(data_parallel: str) -> None:
         assert torch.allclose(nn.utils.clip_grad_norm_(list(parameters.values()), 1.0), total)
     for name, p in parameters.items():
         assert torch.allclose(p.grad.full_tensor(), right[name] / total, atol=1e-5), name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        beside = torch.full((3,), 2.0)  # whole on every rank, as an adapter that was added later
+        found = torch._foreach_norm([beside, *(p.grad for p in parameters.values())])
+    assert torch.allclose(torch.stack(found).norm(), torch.tensor(13.0).sqrt())
 
 
 @pytest.mark.parametrize("data_parallel", ["replicate", "shard"])
