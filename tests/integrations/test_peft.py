@@ -135,7 +135,8 @@ def check_trained(results: list[dict[str, Any]], folder: str, target: str) -> No
         assert torch.equal(found["tokens"], tokens)
 
 
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=long), "gpt2"])
+@long
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_adapters_put_on_before(ranks: Any, tmp_path: Path, name: str) -> None:
     folder, target = tiny(name, tmp_path / "model"), str(tmp_path / "adapter")
     results = ranks(2).run(trains, folder, name, "before", target)
