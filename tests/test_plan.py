@@ -6,8 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
+from torch import nn
 
+from paraxis import plan_model
 from paraxis.placement import REPLICATE, Layout, Shard
 from paraxis.plan import CollectivePlan, LayerPlan, Plan
 
@@ -98,3 +101,11 @@ def test_caption_says_what_is_whole_and_why() -> None:
     assert text.count("Gathered: layers.*.gate: aten.foo on a sharded tensor") == 1
     assert "norm.weight" not in text  # a vector is no news
     assert "none" in render(Plan(2))
+
+
+def test_two_layers_of_one_call() -> None:
+    """torch's attention is one call for the compiler, with two matrices in it."""
+    block = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    plan = plan_model(block, 2, example_inputs=torch.ones(2, 4, 16))
+    axes = {layer.name: layer.axis for layer in plan.layers}
+    assert axes == {"self_attn": "column", "self_attn.out_proj": "row", "linear1": "column", "linear2": "row"}

@@ -13,6 +13,9 @@ from .base import AnalyzeBase
 from .layers import Layer, find_layers, is_gathered, uses
 from .solve import RESULT, Solved
 
+OWN = "layer"
+"""Where a node of the decomposed graph has what was found of the layer that it is."""
+
 
 class ParallelLayerAnnotatePass(AnalyzeBase):
     """Write the solution on every Linear, Embedding and CrossEntropy node of the captured graph.
@@ -50,6 +53,7 @@ class ParallelLayerAnnotatePass(AnalyzeBase):
                     sequence.before(layer.data) if column else sequence.after(layer.step.outputs[0])
                 )
             origin.meta.update(info)
+            layer.step.node.meta[OWN] = info  # a call of the model may hold several layers, as that of attention does
             self.clear_marker_per_node(origin)
             self.place_marker_per_node(origin, dict(info))
         return graph_module

@@ -11,7 +11,7 @@ from ..plan import LayerPlan, Plan
 from ..rules import rule_for
 from ..sharded import ShardedTensor
 from ..solver import Value
-from .annotate import ParallelLayerAnnotatePass
+from .annotate import OWN, ParallelLayerAnnotatePass
 from .base import PassBase
 from .layers import Layer, find_layers
 from .rewrite import Rewriter, module_of
@@ -111,9 +111,8 @@ def _spread(shape: tuple[int, ...], world: int) -> Placement:
 
 
 def _layer_plan(layer: Layer, solved: Solved) -> LayerPlan:
-    origin = layer.step.node.meta.get("origin")
-    meta = origin.meta if origin is not None else {}
-    fields = {name: meta.get(name) for name in ParallelLayerAnnotatePass.FIELDS}
+    found = layer.step.node.meta.get(OWN, {})
+    fields = {name: found.get(name) for name in ParallelLayerAnnotatePass.FIELDS}
     if layer.weight is None:
         call = layer.step.call
         assert call is not None
