@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from .adoption import adopt
 from .capture import CaptureError, GraphBreak
 from .capture.growing import mark_fixed, mark_growing
-from .capture.guards import ParametersReplaced, needed_guards
+from .capture.guards import ParametersReplaced, Structure, needed_guards
 from .capture.modes import set_aside, within_modes
 from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_encoders, translated
 from .core import Config, ParallelExecutionCtx
@@ -144,6 +144,7 @@ class CompiledCall:
         self.opened = self.running = False
         self._seen = -1
         self._guarded = config.compile is None
+        self._structure = None if self._guarded else Structure(module)
         self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
 
     def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
@@ -161,7 +162,8 @@ class CompiledCall:
                 mark_growing(args, kwargs)
             if self.config.enable_sequence_parallel:
                 mark_fixed(args, kwargs)
-            if self._compiled is None:
+            changed = self._structure is not None and self._structure.changed()
+            if self._compiled is None or changed:
                 self._compiled = self._compile({} if self._guarded else {"guard_filter_fn": needed_guards})
             self.running = True
             try:

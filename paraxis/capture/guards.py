@@ -13,9 +13,42 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..core import ParameterMeta
 from ..sharded import ShardedTensor
+
+_registrations = 0
+_counting = False
+
+
+def _count(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
+
+
+class Structure:
+    """The modules that a model is made of, to notice when they are others (an adapter around a layer): the guards that
+    are left out would not. Looked at only after some module was given to another one somewhere."""
+
+    def __init__(self, module: nn.Module) -> None:
+        global _counting
+        if not _counting:
+            register_module_module_registration_hook(_count)
+            _counting = True
+        self.module, self._seen = module, _registrations
+        self._known = self._modules()
+
+    def _modules(self) -> tuple[int, ...]:
+        return tuple(map(id, self.module.modules()))
+
+    def changed(self) -> bool:
+        """Whether the modules are others than when this was asked, or made, before."""
+        if self._seen == _registrations:
+            return False
+        before, self._seen, self._known = self._known, _registrations, self._modules()
+        return before != self._known
 
 
 class ParametersReplaced(RuntimeError):

@@ -188,6 +188,27 @@ def test_an_adapter_that_was_trained_unsharded(ranks: Any, tmp_path: Path, name:
             assert (logits - expected).abs().max() < 1e-4
 
 
+def compiled(folder: str) -> list[torch.Tensor]:
+    """A compiled model that runs, gets adapters, and runs again."""
+    model = parallelize_model(reference(folder), context(), show_progress=False, compile="inductor")
+    ids, _ = batch(256)
+    with torch.no_grad():
+        return [model(input_ids=ids).logits, with_adapters(model, "llama").eval()(input_ids=ids).logits]
+
+
+@long
+def test_adapters_on_a_compiled_model(ranks: Any, tmp_path: Path) -> None:
+    folder = tiny("llama", tmp_path)
+    ids, _ = batch(256)
+    with torch.no_grad():
+        base = reference(folder)(input_ids=ids).logits
+        right = with_adapters(reference(folder), "llama").eval()(input_ids=ids).logits
+    assert (right - base).abs().max() > 1e-2
+    for found in ranks(2).run(compiled, folder, timeout=280):
+        for logits, expected in zip(found, (base, right), strict=True):
+            assert (logits - expected).abs().max() < 1e-4
+
+
 def drops(folder: str) -> list[Any]:
     """Losses with dropout on the adapters, and their gradients: the ranks draw alike where tensors are whole."""
     found = []
