@@ -12,7 +12,7 @@ from typing import Any
 from .pages import ROOT
 
 IMAGES = ROOT / "docs" / "images"
-WIDE, NARROW = (1240, 900), (390, 844)
+WIDE, NARROW = (1240, 1360), (390, 844)
 MOST = 200_000
 """Bytes of a picture at most."""
 
