@@ -39,7 +39,7 @@ def adopt(module: nn.Module, prefix: str, ctx: ParallelExecutionCtx, config: Con
         if name not in known and id(parameter) not in planned:
             new[name] = parameter
     described = [[name, list(p.shape), str(p.dtype), isinstance(p, ShardedTensor)] for name, p in new.items()]
-    answers = exchange(ctx.tp_group, described, "comparing new parameters", config.sync_timeout)
+    answers = exchange(ctx.tp_group, described, "compiling the model", config.sync_timeout)
     other = next((rank for rank, theirs in enumerate(answers) if theirs != answers[0]), None)
     if other is not None:
         raise RuntimeError(

@@ -275,7 +275,10 @@ def test_a_command_without_ranks_is_ended(number: signal.Signals) -> None:
     code = f"import os, sys, types; sys.stdin = types.SimpleNamespace(read={read})"
     args = ["generate", "no/model"]
     found = subprocess.run(
-        [sys.executable, "-c", f"{code}; from paraxis.cli import main; main()", *args], capture_output=True, text=True
+        [sys.executable, "-c", f"{code}; from paraxis.cli import main; main()", *args],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # a job in the background may be deaf to it
     )
     assert found.returncode == 128 + number
     assert found.stderr == f"paraxis: {'interrupted' if number == 2 else 'ended by ' + number.name}\n"

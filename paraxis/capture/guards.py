@@ -25,7 +25,8 @@ _counting = False
 
 def _count(*_: Any) -> None:
     global _registrations
-    _registrations += 1
+    if not torch.compiler.is_compiling():  # a forward that makes modules would be guarded on the number of all others
+        _registrations += 1
 
 
 class Structure:

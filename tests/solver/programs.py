@@ -23,7 +23,7 @@ def program_of(model: nn.Module, *args: Any, world: int = 2) -> Program:
     with torch.no_grad():
         capture(model, args, {}, lambda graph, inputs: graphs.append((graph, inputs)))
     graph, inputs = graphs[0]
-    names = {p.node: p.name for p in find_parameters(graph, SimpleNamespace(example_inputs=inputs))}  # type: ignore[arg-type]
+    names = {p.node: p.name for p in find_parameters(graph, SimpleNamespace(example_inputs=inputs, param_cache={}))}  # type: ignore[arg-type]
     aten = simplify(to_aten(graph))
     parameters = {n: names[n.meta["origin"]] for n in aten.graph.nodes if n.meta.get("origin") in names}
     return Program(aten, parameters, {}, world)
