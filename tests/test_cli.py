@@ -95,6 +95,7 @@ def test_code(folder: str) -> None:
     assert "COLLECTIVE: sums of a row-parallel layer" in found.stdout
 
 
+@long
 def test_as_few_ranks_as_fit(folder: str) -> None:
     """A rank of two has to fit, one alone must not."""
     short = ("--context", "8", "--json")
@@ -170,6 +171,7 @@ def save_tokenizer(folder: str) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
 
 
+@long
 def test_generate(folder: str, tmp_path: Path) -> None:
     """The text is that of the unsharded model; without a tokenizer the error is a line."""
     import shutil

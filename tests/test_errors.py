@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from models.compare import batch, context, parallel
 from models.tiny import save
 from torch import nn
@@ -86,6 +87,7 @@ def test_sizes_that_do_not_divide() -> None:
         assert "`ColumnParallelLinear`" in outcome.message and "output dimension" in outcome.message
 
 
+@long
 def test_no_architectures(copy: Path) -> None:
     edit_config(copy, architectures=None)
     for outcome in fails(load, str(copy)):

@@ -130,7 +130,8 @@ def generates(folder: str, target: str, data_parallel: str) -> tuple[bool, bool]
     return same, all(torch.equal(value.full_tensor(), right[name]) for name, value in state.items())
 
 
-@pytest.mark.parametrize("data_parallel", ["shard", pytest.param("replicate", marks=long)])
+@pytest.mark.parametrize("data_parallel", ["shard", "replicate"])
+@long
 def test_generation_and_an_ordinary_checkpoint(ranks: Any, tmp_path: Path, data_parallel: str) -> None:
     from safetensors.torch import load_file
 

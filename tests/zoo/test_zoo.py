@@ -14,14 +14,14 @@ from zoo.table import page
 
 TRANSFORMERS = {
     "mixtral": 2,  # fused experts, saved one by one
-    "deepseek_v3": 2,  # latent attention, groups of experts
-    "bamba": 2,  # a selective scan, depthwise convolution, a state written in place; attention beside it
-    "musicgen": 2,  # several codebooks and heads
     "t5*": 2,  # encoder-decoder, relative position table
-    "clip*": 2,  # two towers
     "wav2vec2*": 2,  # convolutions with weight norm
 }
 IF_THERE_IS_TIME = {
+    "clip*": 2,  # two towers
+    "musicgen": 2,  # several codebooks and heads
+    "bamba": 2,  # a selective scan, depthwise convolution, a state written in place; attention beside it
+    "deepseek_v3": 2,  # latent attention, groups of experts
     "qwen3_next": 2,  # linear attention beside full attention
     "swin-image*": 2,  # windows
     "phi3[num_attention_heads=8,num_key_value_heads=2,vocab_size=251]": 4,
