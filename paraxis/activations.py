@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from .compile import run_pipeline
 from .core import Config, ParallelExecutionCtx
 from .inputs import gives_loss_of_tokens
 from .listing import module_of
-from .passes import InitializeOrLoadWeightsPass, PassPipeline, build_parallel_pass_pipeline
+from .passes import without_loading
 from .passes.appending import grow_in_place
 from .passes.solve import RESULT, Solved
 from .placement import local_shape
@@ -199,10 +199,7 @@ def _local_program(
     repeated: list[Repeated],
 ) -> tuple[GraphModule, dict[str, Any], Solved]:
     """The program of this rank for some inputs, what its placeholders take, and what it was solved with."""
-    passes = config.pipeline or build_parallel_pass_pipeline()
-    config = replace(
-        config, pipeline=PassPipeline([p for p in passes if not isinstance(p, InitializeOrLoadWeightsPass)])
-    )
+    config = without_loading(config)
     graphs: list[tuple[GraphModule, list[Any]]] = []
     with torch.set_grad_enabled(train), no_collection():
         with only_first(model, repeated):

@@ -21,14 +21,14 @@ from .meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
 from .planning import make_plan
 from .sharded import ShardedTensor
 from .weights.agree import exchange, together
-from .weights.convert import find_conversions
 from .weights.errors import CheckpointError
 from .weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
 from .weights.init import as_the_model_does, left_out, new_head
 from .weights.load import load_buffers
+from .weights.matching import match
 from .weights.materialize import checksums
 from .weights.same import check_same_files
-from .weights.weight_map import check_checkpoint, collect_weight_map, header_of, match_parameters
+from .weights.weight_map import check_checkpoint, collect_weight_map
 
 
 def parallelize_model(
@@ -87,7 +87,7 @@ def parallelize_model(
             _meta(parameter).source = None
     if folder is not None and not skip_load_weights:
         with together(parallel_ctx.everybody, "checking the checkpoint"):
-            made_up = _map_weights(parallelized, folder, parallel_ctx)
+            made_up = _map_weights(parallelized, folder, parallel_ctx, config.keep_plans)
         check_same_files(folder, parallel_ctx.weight_map.values(), parallel_ctx.everybody)
         if made_up and parallel_ctx.is_first:
             warnings.warn(_not_trained(made_up, folder), stacklevel=2)
@@ -187,15 +187,14 @@ def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module
     return model
 
 
-def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx) -> list[str]:
+def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, remember: bool) -> list[str]:
     """Match parameters with tensors of the checkpoint and check them all, from the headers alone.
 
     Returns the parameters that a checkpoint of the base model alone does not have: they are initialized.
     """
     ctx.weight_map = collect_weight_map(folder)
     prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
-    keys = match_parameters(ctx.param_cache, tied, ctx.weight_map, prefix, model)
-    ctx.conversions = find_conversions(ctx.param_cache, tied, header_of(ctx.weight_map), ctx.weight_map, prefix, model)
+    keys, ctx.conversions = match(model, ctx.param_cache, tied, ctx.weight_map, remember=remember, keep=ctx.is_first)
     stored = {*keys, *(name for conversion in ctx.conversions for name in conversion.targets)}
     absent = [name for name in ctx.param_cache if name not in stored]
     made_up = new_head(model, absent, stored)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from .inputs import SIZES, example_call
 from .kept import fingerprint, keep, recall
 from .memory import Kinds, Sizes, growth, kept_tensors, memory_of, resized
 from .meta import tied_names
-from .passes import InitializeOrLoadWeightsPass, PassPipeline, build_parallel_pass_pipeline
+from .passes import without_loading
 from .passes.alike import copies, own, spread
 from .passes.replace import finish_plan
 from .passes.solve import RESULT, Solved
@@ -67,10 +67,7 @@ def make_plan(
     args, kwargs = example_call(call.module, examples, ctx.current_device, config.objective)
     check_names(parse(config.constraints), {name: ctx.aliases.get(name, [name]) for name in ctx.param_cache})
     if not load:
-        passes = config.pipeline or build_parallel_pass_pipeline()
-        config = replace(
-            config, pipeline=PassPipeline([p for p in passes if not isinstance(p, InitializeOrLoadWeightsPass)])
-        )
+        config = without_loading(config)
     obstacle, shown = "", config.show_progress and ctx.rank == 0
     with ctx.timed("capture"), stage("Capturing the model", shown):
         graph, repeated = _first_blocks(call.module, args, kwargs, ctx, config)

@@ -12,7 +12,7 @@ from placed import cut, placed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paraxis import sharded
+from paraxis import outside
 from paraxis.core import ParameterMeta
 from paraxis.placement import REPLICATE, Layout, Placement, Shard, local_shape
 from paraxis.sharded import ShardedTensor, ShardSpec, materialize, unwrap, wrap
@@ -114,7 +114,7 @@ def elementwise() -> None:
 def gathered() -> list[str]:
     """Anything else works on the whole, and says so once per operator."""
     x, y = whole(), whole(1)
-    sharded._warned.clear()
+    outside._warned.clear()
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         for name, p in PLACEMENTS.items():

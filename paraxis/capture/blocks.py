@@ -57,11 +57,12 @@ def only_first(model: nn.Module, repeated: list[Repeated]) -> Iterator[None]:
     changed: list[tuple[Any, str, Any]] = []
     kept = {len(r.container): r.kept for r in repeated}
     for config in _configs(model):
-        for name in ("num_hidden_layers", *vars(config)):
-            value = getattr(config, name, None)
-            entries = isinstance(value, list) and len(value) in kept
-            if entries or (name == "num_hidden_layers" and value in kept):
-                changed.append((config, name, value))
+        count = getattr(config, "num_hidden_layers", None)
+        if isinstance(count, int) and count in kept:
+            changed.append((config, "num_hidden_layers", count))
+        # Not by getattr: a configuration may refuse to tell what differs from layer to layer.
+        lists = [(name, value) for name, value in vars(config).items() if isinstance(value, list)]
+        changed += [(config, name, value) for name, value in lists if len(value) in kept]
     try:
         for r in repeated:
             r.container._modules = dict(list(r.container._modules.items())[: r.kept])

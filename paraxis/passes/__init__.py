@@ -3,7 +3,7 @@
 from .annotate import ParallelLayerAnnotatePass
 from .base import AnalyzeBase, PassBase, PassPipeline
 from .initialize import InitializeOrLoadWeightsPass
-from .pipeline import build_parallel_pass_pipeline
+from .pipeline import build_parallel_pass_pipeline, without_loading
 from .replace import ParallelLayerReplacePass
 from .solve import ParallelAxisSolverPass
 
@@ -16,4 +16,5 @@ __all__ = [
     "PassBase",
     "PassPipeline",
     "build_parallel_pass_pipeline",
+    "without_loading",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from ..core import Config
 from .annotate import ParallelLayerAnnotatePass
 from .base import PassPipeline
 from .initialize import InitializeOrLoadWeightsPass
@@ -19,3 +22,9 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             InitializeOrLoadWeightsPass(),
         ]
     )
+
+
+def without_loading(config: Config) -> Config:
+    """The options with a pipeline that reads no weights: for a model that is looked at, not run."""
+    passes = config.pipeline or build_parallel_pass_pipeline()
+    return replace(config, pipeline=PassPipeline([p for p in passes if not isinstance(p, InitializeOrLoadWeightsPass)]))

@@ -201,6 +201,8 @@ def load_buffers(
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+    if not buffers:
+        return []
     keys = match_parameters(buffers, {}, weight_map, base_model_prefix, model if use_renamings else None)
     for name, key in keys.items():
         with open_file(weight_map[key]) as handle:

@@ -12,7 +12,7 @@ from models.compare import parallel
 from zoo.cases import find
 from zoo.check import differences, run
 
-from paraxis import kept
+from paraxis import cache
 
 PLANNED, REMEMBERED = True, False
 
@@ -74,9 +74,9 @@ def test_a_directory_that_cannot_be_written(ranks: Any, folder: str, tmp_path: P
 
 def test_where_plans_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PARAXIS_CACHE", "")
-    assert kept.directory() is None
+    assert cache.directory("plans") is None
     monkeypatch.setenv("PARAXIS_CACHE", str(tmp_path / "own"))
-    assert kept.directory() == tmp_path / "own" / "plans"
+    assert cache.directory("plans") == tmp_path / "own" / "plans"
     monkeypatch.delenv("PARAXIS_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kept.directory() == tmp_path / "paraxis" / "plans"
+    assert cache.directory("plans") == tmp_path / "paraxis" / "plans"
