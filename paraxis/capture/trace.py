@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
 import logging
+import re
+import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -170,13 +173,33 @@ def translated(error: dynamo.exc.TorchDynamoException, model: nn.Module) -> Exce
 
 
 def describe(error: BaseException, model: nn.Module) -> str:
-    """One paragraph that names the model's source line at which Dynamo gave up."""
+    """One paragraph that names the module and the source line at which Dynamo gave up."""
     text = str(error)
     reason = text.strip().split("\n")[0]
     stack = getattr(error, "real_stack", None) or []
     frames = [f for f in stack if "paraxis" not in f.filename]
     where = ""
     if frames:
-        last = frames[-1]
-        where = f' at {last.filename}:{last.lineno} in {last.name}: "{(last.line or "").strip()}"'
+        last, module = frames[-1], _running(frames, model)
+        where = f" in {module}" if module else ""
+        where += f' at {last.filename}:{last.lineno} in {last.name}: "{(last.line or "").strip()}"'
     return f"{type(model).__name__} cannot be captured as one graph{where}. {reason}"
+
+
+def _running(frames: Sequence[traceback.FrameSummary], model: nn.Module) -> str:
+    """The innermost module whose forward is among the frames of a stack, with all places where the model has one."""
+    for frame in reversed(frames):
+        found = [path for path, module in model.named_modules() if path and _is_in(frame, type(module))]
+        if found:
+            kinds = {type(model.get_submodule(path)).__name__ for path in found}
+            places = dict.fromkeys(re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", path) for path in found)
+            return f"{', '.join(places)} ({', '.join(sorted(kinds))})"
+    return ""
+
+
+def _is_in(frame: traceback.FrameSummary, cls: type[nn.Module]) -> bool:
+    code = getattr(inspect.unwrap(cls.forward), "__code__", None)
+    if code is None or frame.name != code.co_name or not code.co_filename.endswith(frame.filename):
+        return False
+    lines = [line for _, _, line in code.co_lines() if line is not None]
+    return min(lines) <= (frame.lineno or 0) <= max(lines)
