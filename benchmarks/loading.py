@@ -235,7 +235,7 @@ def _line(shape: str, ranks: str, contender: str, rounds: list[dict[str, Any]]) 
     best = min(fine, key=lambda r: r["seconds"])
     grown = max(r["grown"] for r in fine)
     return (
-        f"| {shape} | {ranks} | {contender} | {best['seconds']:.1f} | {min(r['reading'] for r in fine):.1f} "
+        f"| {shape} | {ranks} | {contender} | {best['seconds']:.2f} | {min(r['reading'] for r in fine):.2f} "
         f"| {best['shard']:.0f} | {grown:.0f} ({(grown - 100) / best['shard']:.2f} × shard + 100) "
         f"| {best['read']:.0f} ({best['read'] / best['shard']:.2f} × shard) | |"
     )

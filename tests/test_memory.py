@@ -83,7 +83,7 @@ def measured_step(folder: str, batch: int, context: int) -> tuple[int, int]:
     ("name", "fields"),
     [
         ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 6}),  # every rank keeps the one head
-        ("gemma2", {"sliding_window": 8}),  # every other layer keeps a window
+        pytest.param("gemma2", {"sliding_window": 8}, marks=long),  # every other layer keeps a window
     ],
 )
 def test_of_a_generation(ranks: Any, tmp_path: Path, name: str, fields: dict[str, Any]) -> None:

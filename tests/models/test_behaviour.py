@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from models.compare import batch, context, gradient_errors, parallel, reference
 from models.tiny import build, save
 from torch import nn
@@ -67,6 +68,7 @@ def trained(folder: str) -> dict[str, Any]:
     return {"losses": losses, "weights": errors}
 
 
+@long
 def test_training_follows_the_unsharded_model(checkpoint: str, ranks: Any) -> None:
     for found in ranks(2).run(trained, checkpoint):
         losses = torch.tensor(found["losses"]).view(3, 2, 2)  # step, model, part

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from marks import long
 from models.tiny import save
 
 NEW = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
@@ -46,7 +48,7 @@ def modes(assistant: Any) -> dict[str, Callable[[Any, torch.Tensor], list[Any]]]
     }
 
 
-def generated(folder: str) -> dict[str, Any]:
+def generated(folder: str, which: tuple[str, ...]) -> dict[str, Any]:
     """What differs on this rank, and which part of the heads a cache has here."""
     from models.compare import batch, parallel, reference
 
@@ -54,7 +56,8 @@ def generated(folder: str) -> dict[str, Any]:
     model.eval()
     ids = batch(unsharded.config.vocab_size)[0]
     differ = []
-    for name, run in modes(unsharded).items():
+    for name in which:
+        run = modes(unsharded)[name]
         expected = run(unsharded, ids)
         if run(model, ids) != expected:
             differ.append(name)
@@ -65,7 +68,12 @@ def generated(folder: str) -> dict[str, Any]:
     return {"differ": differ, "heads": heads}
 
 
-def test_every_mode(ranks: Any, tmp_path: Path) -> None:
-    for found in ranks(2).run(generated, save("llama-tied", tmp_path), timeout=300):
+@pytest.mark.parametrize(
+    "which",
+    [("beams", "conversation"), pytest.param(("static cache", "padded", "assisted", "handed in"), marks=long)],
+    ids=["some", "the others"],
+)
+def test_every_mode(ranks: Any, tmp_path: Path, which: tuple[str, ...]) -> None:
+    for found in ranks(2).run(generated, save("llama-tied", tmp_path), which, timeout=300):
         assert not found["differ"]
         assert found["heads"] == {"beams": 0.5, "static": 0.5}, "a cache holds local heads only"
