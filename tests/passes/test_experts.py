@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401 -- defines the operator
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from paraxis.passes.experts import experts_in_turn, in_turn
@@ -58,6 +59,29 @@ def test_the_same_numbers(function: Callable[..., Any], pairs: int, offsets: lis
     module = make_fx(function, tracing_mode="fake")(*given)
     assert experts_in_turn(module) == pairs
     assert ("in_turn" in module.code) == bool(pairs)
+    torch.testing.assert_close(module(*given), function(*given))
+
+
+def back_in_order(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
+    order = index.sort()[1]
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(ROWS)
+    gate, up = grouped(tokens[index], first, offsets).chunk(2, dim=-1)
+    return grouped(gate * up, second, offsets)[inverse]
+
+
+def from_the_end(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
+    gate, up = grouped(tokens[index], first, offsets).chunk(2, dim=-1)
+    return grouped(gate * up, second, offsets)[index - ROWS]
+
+
+@pytest.mark.parametrize(("function", "quick"), [(back_in_order, True), (from_the_end, False)])
+def test_rows_are_put_back_quickly(function: Callable[..., Any], quick: bool) -> None:
+    """By an operator for rows, unless indices may be negative."""
+    given = inputs([3, 3, 7, 12])
+    module = make_fx(functionalize(function, remove="mutations"), tracing_mode="fake")(*given)
+    assert experts_in_turn(module) == 1
+    assert ("index_select" in module.code) == quick
     torch.testing.assert_close(module(*given), function(*given))
 
 
