@@ -9,6 +9,7 @@ and differentiated.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -64,15 +65,19 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
 
 class _Recorder(Interpreter):
-    """Interprets the captured graph, with the metadata of each node at hand while its operators are traced."""
+    """Interprets the captured graph, with the metadata of each node at hand while its operators are traced.
 
-    def __init__(self, graph_module: GraphModule) -> None:
+    A graph inside it (``inner``) is traced as part of the node that has it, whose metadata are at hand already.
+    """
+
+    def __init__(self, graph_module: GraphModule, inner: bool = False) -> None:
         super().__init__(graph_module)
+        self._inner = inner
         self._sections = find_sections(graph_module.graph)
         self._results: dict[Node, Any] = {}
 
     def run_node(self, node: Node) -> Any:
-        with fx_traceback.set_current_meta(node):
+        with nullcontext() if self._inner else fx_traceback.set_current_meta(node):
             section = self._sections.get(node)
             if section is None:
                 return super().run_node(node)
@@ -86,7 +91,7 @@ class _Recorder(Interpreter):
             return trace_custom_function(target, args, kwargs)
         if getattr(target, "_name", "") == "tag_activation_checkpoint":
             body, *rest = args  # recomputation is not kept: right, without the saving of memory
-            return body(*rest)
+            return _Recorder(body, inner=True).run(*rest)
         return super().call_function(target, args, kwargs)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.utils.checkpoint import checkpoint
 
 from paraxis.capture import CaptureError, capture, mark_whole, simplify, to_aten, whole_op
 from paraxis.capture.functionalize import IN_PLACE, written_input
@@ -299,6 +300,21 @@ def test_a_function_with_its_own_backward_is_one_node(function: Any, pointwise: 
     assert custom.pointwise is pointwise
     assert (rule_for(custom) is not None) == pointwise
     assert names(graph) == ["matmul", "relu"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_it_is_one_node_where_it_is_recomputed(depth: int) -> None:
+    """Inside activation checkpointing too, where its inside would have no gradient."""
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return _Double.apply(x.sin()).relu()
+
+    def again(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(body, x, use_reentrant=False) if depth == 2 else body(x)
+
+    graph = aten_of(lambda w, x: checkpoint(again, x @ w, use_reentrant=False), torch.ones(4, 4, requires_grad=True))
+    assert [type(t).__name__ for t in targets(graph)].count("CustomFunction") == 1
+    assert names(graph) == ["matmul", "sin", "relu"]
 
 
 def test_its_backward_is_kept() -> None:
