@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="run through Inductor")
     arguments = parser.parse_args()
 
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for every rank, or none
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

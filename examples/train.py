@@ -160,7 +160,7 @@ def main() -> None:
         sys.exit(f"start it with torchrun: torchrun --nproc-per-node={o.dp * o.tp} {' '.join(sys.argv)}")
     if o.batch % (o.dp * o.accumulate):
         sys.exit(f"--batch {o.batch} does not divide by --dp {o.dp} times --accumulate {o.accumulate}")
-    cuda = torch.cuda.is_available()
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for every rank, or none
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -176,7 +176,7 @@ def main() -> None:
     data = torch.frombuffer(bytearray(text()), dtype=torch.uint8)
     held = sum(p.to_local().numel() for p in model.parameters())
     count = sum(p.numel() for p in model.parameters())
-    say(f"{count:,} parameters, {held:,} of them on this rank; {len(data):,} bytes of text")
+    say(f"{count:,} parameters, {held:,} of them on this rank; {len(data):,} bytes of text; on {device.type}")
     if ctx.plan.data_parallel:
         say(ctx.plan.data_parallel)
 

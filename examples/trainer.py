@@ -55,7 +55,7 @@ def main() -> None:
 
     model = make_model()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        cuda = torch.cuda.is_available()
+        cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for every rank, or none
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         dist.init_process_group("nccl" if cuda else "gloo")
         ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)
@@ -75,7 +75,7 @@ def main() -> None:
         eval_steps=3,
         save_steps=3,
         report_to=[],
-        use_cpu=not torch.cuda.is_available(),
+        use_cpu=torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         disable_tqdm=True,
         seed=0,
     )

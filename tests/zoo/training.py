@@ -168,12 +168,19 @@ def work(name: str, pool: RankPool) -> Record:
                 find(kind).make().save_pretrained(folder)  # type: ignore[operator]
             results = pool.run(check, kind, folder, way, timeout=900)
         except Exception as error:
-            return {"name": name, "way": way, "error": f"{type(error).__name__}: {str(error)[:600]}"}
+            said = f"{type(error).__name__}: {str(error)[:600]}"
+            return {"name": name, "way": way, "with": versions(), "error": said}
     worst = max(results, key=lambda r: max(r["losses"], r["parameters"]))
     seen = [r.pop("all", None) for r in results]
     if any(losses != seen[0] for losses in seen):
         worst["losses"] = float("inf")  # the ranks saw different losses
-    return {"name": name, "way": way, **worst}
+    return {"name": name, "way": way, "with": versions(), **worst}
+
+
+def versions() -> str:
+    import transformers
+
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
 
 
 def right(record: Record) -> bool:
@@ -181,9 +188,12 @@ def right(record: Record) -> bool:
 
 
 def page(records: dict[int, list[Record]]) -> str:
-    import transformers
-
-    counts = ", ".join(f"{sum(map(right, r))} of {len(r)} right at {world} ranks" for world, r in records.items())
+    rows = [(r["name"], world, r) for world, several in records.items() for r in several]
+    counts = []
+    for each in dict.fromkeys(r.get("with", versions()) for _, _, r in rows):
+        of = {world: [r for _, w, r in rows if w == world and r.get("with", versions()) == each] for world in records}
+        right_ones = ", ".join(f"{sum(map(right, r))} of {len(r)} right at {w} ranks" for w, r in of.items() if r)
+        counts.append(f"- {each}: {right_ones}.")
     lines = [
         "# Training beside the unsharded model",
         "",
@@ -193,21 +203,21 @@ def page(records: dict[int, list[Record]]) -> str:
         "on the sequence. With dropout: the difference of two runs from one seed. *replicate* and *shard*: two",
         "data-parallel ranks beside the others, with one row of every batch each. Made by `make training`.",
         "",
-        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
-        f"{platform.python_version()}. {counts}.",
+        f"{date.today().isoformat()}:",
         "",
-        "| type | ranks | way | losses | parameters | loss, from and to | |",
-        "|---|---|---|---|---|---|---|",
+        *counts,
+        "",
+        "| type | ranks | way | losses | parameters | loss, from and to | | torch |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    rows = [(r["name"], world, r) for world, several in records.items() for r in several]
     for name, world, r in sorted(rows, key=lambda row: row[:2]):
-        kind = name.partition("+")[0]
+        kind, made = name.partition("+")[0], r.get("with", versions()).split(",")[0].removeprefix("torch ")
         if "error" in r:
-            lines.append(f"| {kind} | {world} | {r['way']} | | | | {r['error'].splitlines()[0]} |")
+            lines.append(f"| {kind} | {world} | {r['way']} | | | | {r['error'].splitlines()[0]} | {made} |")
             continue
         note = "right" if right(r) else f"WRONG {r['worst']}"
         figures = f"{r['losses']:.0e} | {r['parameters']:.0e} | {r['first']:.3f} {r['last']:.3f}"
-        lines.append(f"| {kind} | {world} | {r['way']} | {figures} | {note} |")
+        lines.append(f"| {kind} | {world} | {r['way']} | {figures} | {note} | {made} |")
     return "\n".join(lines) + "\n"
 
 
