@@ -28,6 +28,7 @@ from .inductor import compile_local, options_of
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
 from .passes.appending import grow_in_place
 from .passes.experts import experts_in_turn
+from .passes.recompute import recompute
 from .passes.replace import finish_plan, place_unused
 from .passes.solve import RESULT, Solved
 from .plan import Plan
@@ -63,6 +64,8 @@ def parallelize_backend(
     if splits(ctx, config):
         gather_when_used(local.graph)
         local.recompile()
+    if torch.is_grad_enabled() and config.compile is None:
+        recompute(local)
     if config.compile is None:
         return letting_go(local) if splits(ctx, config) else local
     meet(ctx.tp_group, ctx.current_device)

@@ -86,11 +86,15 @@ class _Recorder(Interpreter):
                 self._results.update(section.run(self.module, values))  # type: ignore[arg-type]
             return self._results.get(node)
 
+    def _set_current_node(self, node: Node) -> Any:
+        """What the interpreter notes by itself for every node: not for those of an inner graph."""
+        return nullcontext() if self._inner else super()._set_current_node(node)
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(target, "_name", "") == "autograd_function_apply":
             return trace_custom_function(target, args, kwargs)
         if getattr(target, "_name", "") == "tag_activation_checkpoint":
-            body, *rest = args  # recomputation is not kept: right, without the saving of memory
+            body, *rest = args  # part of this graph; passes.recompute makes a program of its own of it again
             return _Recorder(body, inner=True).run(*rest)
         return super().call_function(target, args, kwargs)
 

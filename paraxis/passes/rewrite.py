@@ -30,6 +30,7 @@ from .combine import combine_sums
 from .layers import Layer, find_layers
 from .local_layers import make_layer
 from .reasons import reason_for
+from .recompute import RANDOM, REGION, region_of
 from .solve import Solved
 
 aten = torch.ops.aten
@@ -60,13 +61,26 @@ class Rewriter:
         """The local program, with the placeholders of the captured graph."""
         for node in self.solved.aten.graph.nodes:
             emit: Callable[[Node], None] = getattr(self, f"_emit_{node.op}")
+            before = next(reversed(self.graph.nodes), None)
             emit(node)
+            self._note_region(node, before)
         combine_sums(self.graph, self.collectives, lambda n: _impure(n) or n.meta.get("random", False))
         self.solved.order += [f"{c.kind} {c.module}" for c in self.collectives]
         module = GraphModule(self.root, self.graph, class_name="LocalProgram")
+        module.meta[RANDOM] = self._random
         module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or _impure(n))
         module.recompile()
         return module
+
+    def _note_region(self, node: Node, before: Node | None) -> None:
+        """Say of the nodes that were made for this one which checkpointed region they are of."""
+        region = region_of(node.meta.get("origin"))
+        if region is None:
+            return
+        for made in reversed(self.graph.nodes):
+            if made is before:
+                break
+            made.meta[REGION] = region
 
     # -- leaves ------------------------------------------------------------------------------------------------
 
