@@ -217,7 +217,11 @@ class RowParallelLinear(_ParallelLinear):
             input = redistribute(input, REPLICATE, placement, input.shape, self.group)
         bias = self._bias(REPLICATE)
         if not self.reduce_output:
-            return self._matmul(input, None if bias is None else _Term.apply(bias, self.group))
+            if bias is not None and torch.is_grad_enabled():
+                bias = _Term.apply(bias, self.group)
+            elif self.rank:  # what the same comes to without a backward pass
+                bias = None
+            return self._matmul(input, bias)
         output = self._matmul(input)
         if self.sequence_parallel:
             output = differentiable_reduce_scatter_sum(output, self.group, SEQUENCE_DIM)
