@@ -123,7 +123,8 @@ def page(results: dict[str, dict[str, dict[str, Any]]], tp: int) -> str:
         "",
         f"{date.today().isoformat()}, {device}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}, {tp} ranks with one thread each, float32, batch 1, context 512. Made by "
-        "`make bench`. In brackets: the time over that of paraxis in the same run.",
+        "`make bench`. In brackets: the time over that of paraxis in the same run. Memory: the most anonymous memory",
+        "of a rank, with its parameters that lie in mapped files.",
         "",
     ]
     for shape, found in results.items():
