@@ -82,7 +82,8 @@ def measured_step(folder: str, batch: int, context: int) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 6}),  # every rank keeps the one head
+        # every rank keeps the one head
+        pytest.param("llama", {"num_key_value_heads": 1, "num_hidden_layers": 6}, marks=long),
         pytest.param("gemma2", {"sliding_window": 8}, marks=long),  # every other layer keeps a window
     ],
 )
@@ -107,6 +108,7 @@ def check_training(ranks: Any, folder: str, batch: int, context: int) -> None:
     assert memory.activations == pytest.approx(most, rel=NEAR)
 
 
+@long
 def test_of_a_training_step(ranks: Any, tmp_path: Path) -> None:
     """Of six layers two are captured: what the others keep for the backward pass counts, too."""
     check_training(ranks, save("llama", tmp_path, num_hidden_layers=6), 2, 48)

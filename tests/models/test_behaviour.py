@@ -116,6 +116,7 @@ def converted(folder: str) -> None:
     model.half()
 
 
+@long
 def test_a_conversion_says_what_to_do(checkpoint: str) -> None:
     for outcome in spawn_ranks(2, converted, checkpoint, timeout=90):
         assert outcome.error == "RuntimeError" and "torch_dtype" in outcome.message, outcome

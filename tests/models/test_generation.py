@@ -70,8 +70,8 @@ def generated(folder: str, which: tuple[str, ...]) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "which",
-    [("beams", "conversation"), pytest.param(("static cache", "padded", "assisted", "handed in"), marks=long)],
-    ids=["some", "the others"],
+    [("conversation",), pytest.param(("static cache", "beams", "padded", "assisted", "handed in"), marks=long)],
+    ids=["one", "the others"],
 )
 def test_every_mode(ranks: Any, tmp_path: Path, which: tuple[str, ...]) -> None:
     for found in ranks(2).run(generated, save("llama-tied", tmp_path), which, timeout=300):

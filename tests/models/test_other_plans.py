@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import long
 from models.tiny import save
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -18,7 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "turned round": {"constraints": {"*": "not row"}},
 }
 TYPES = ("llama", "gpt2", "gpt_neox", "bloom", "phi3", "falcon", "gptj", "olmo2", "gemma2", "opt")
-ALWAYS = [("llama", 2, "turned round")]
+ALWAYS = [pytest.param("llama", 2, "turned round", marks=long)]
 EVERY = [(name, world, option) for option in OPTIONS for name in TYPES for world in (2, 4)]
 """All of them with ``PARAXIS_ALL=1``: half an hour."""
 

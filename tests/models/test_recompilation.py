@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from marks import long
 from models.compare import batch, context, parallel, reference
 from models.tiny import build, save
 from torch import nn
@@ -33,6 +34,7 @@ def initialized(folder: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return logits, {n: p.full_tensor().detach() for n, p in model.named_parameters()}
 
 
+@long
 def test_the_same_seed_gives_the_same_model_on_any_number_of_ranks(ranks: Any, tmp_path: Any) -> None:
     folder = save("gpt2", tmp_path)
     runs = {world: ranks(world).run(initialized, folder) for world in (1, 4)}

@@ -56,7 +56,7 @@ def compared(folder: str, **options: Any) -> dict[str, float]:
     ("name", "fields", "options"),
     [
         ("gpt2", {**DROPOUT, "n_layer": 4}, {}),
-        ("bloom", {"n_layer": 4}, {}),  # has a function with a backward of its own
+        pytest.param("bloom", {"n_layer": 4}, {}, marks=long),  # has a function with a backward of its own
         pytest.param("llama", {"num_hidden_layers": 4}, {"enable_sequence_parallel": True}, marks=long),
         pytest.param("llama", {"num_hidden_layers": 4}, {"data_parallel": "shard"}, marks=long),
     ],
