@@ -59,8 +59,8 @@ def parallelize_backend(
     include(example_inputs, ctx)
     if not torch.is_grad_enabled() and (config.compile is None or ctx.current_device.type == "cpu"):
         grow_in_place(local, compiled=config.compile is not None)
-    if not torch.is_grad_enabled() and ctx.current_device.type == "cpu":
-        experts_in_turn(local, compiled=config.compile is not None)
+    if not torch.is_grad_enabled() and config.compile is None and ctx.current_device.type == "cpu":
+        experts_in_turn(local)
     if splits(ctx, config):
         gather_when_used(local.graph)
         local.recompile()

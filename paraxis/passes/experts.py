@@ -8,7 +8,6 @@ stays what it was.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import getitem
@@ -25,11 +24,8 @@ _BY_COLUMN = {aten.chunk.default: 2, aten.split.Tensor: 2, aten.split_with_sizes
 """Operators that take a part of every row, and where they have their dimension."""
 
 
-def experts_in_turn(module: GraphModule, compiled: bool = False) -> int:
-    """Run what is between two grouped products expert by expert, in place; how many such pairs there were.
-
-    ``compiled`` says that Inductor gets the program: then they are one operator to it, which it leaves alone.
-    """
+def experts_in_turn(module: GraphModule) -> int:
+    """Run what is between two grouped products expert by expert, in place; how many such pairs there were."""
     graph, count = module.graph, 0
     for second in list(graph.nodes):
         found = _match(second)
@@ -37,15 +33,10 @@ def experts_in_turn(module: GraphModule, compiled: bool = False) -> int:
             continue
         between = GraphModule({}, found.between)
         name = f"between_experts_{count}"
-        if not compiled:
-            module.add_submodule(name, between)
+        module.add_submodule(name, between)
         with graph.inserting_before(found.last):
-            if compiled:
-                result = graph.call_function(
-                    torch.ops.paraxis.experts_in_turn.default, (*found.arguments, _known_as(between))
-                )
-            else:
-                result = graph.call_function(in_turn, (*found.arguments, graph.get_attr(name)))
+            inner = graph.get_attr(name)
+            result = graph.call_function(in_turn, (*found.arguments, inner))
             result.meta = dict(found.last.meta)
         found.last.replace_all_uses_with(result)
         _select_rows(graph, result)
@@ -80,43 +71,6 @@ def in_turn(
         start = end
     result[start:].zero_()  # rows of no expert
     return result
-
-
-_between_experts: dict[str, GraphModule] = {}
-"""What goes on between two products, by a digest of its code: an operator takes tensors and plain values."""
-
-
-def _known_as(between: GraphModule) -> str:
-    name = hashlib.sha256(between.code.encode()).hexdigest()[:16]
-    _between_experts[name] = between
-    return name
-
-
-@torch.library.custom_op("paraxis::experts_in_turn", mutates_args=())
-def _opaque(
-    rows: torch.Tensor,
-    index: torch.Tensor | None,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    offsets: torch.Tensor,
-    scale: torch.Tensor | None,
-    between: str,
-) -> torch.Tensor:
-    """:func:`in_turn` as one operator."""
-    return in_turn(rows, index, first, second, offsets, scale, _between_experts[between])
-
-
-@_opaque.register_fake
-def _(
-    rows: torch.Tensor,
-    index: torch.Tensor | None,
-    first: torch.Tensor,
-    second: torch.Tensor,
-    offsets: torch.Tensor,
-    scale: torch.Tensor | None,
-    between: str,
-) -> torch.Tensor:
-    return rows.new_empty((rows.shape[0] if index is None else index.shape[0], second.shape[2]))
 
 
 def _select_rows(graph: Graph, result: Node) -> None:
