@@ -69,7 +69,7 @@ def command(
         with tempfile.TemporaryDirectory(prefix="paraxis-demo-") as directory:
             parameters = save_model(directory)
             if is_first() and not as_json:
-                text = f"A Llama of {parameters / 1e6:.1f} M parameters over {tp} ranks (CPU, gloo)."
+                text = f"A model of {parameters / 1e6:.1f} M parameters over {tp} ranks (CPU, gloo)."
                 console().print(text)
                 sys.stdout.flush()  # the first rank goes on, with a stream of its own
             reports = launch(tp, run_rank, directory, not as_json)

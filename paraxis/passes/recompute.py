@@ -22,7 +22,6 @@ from ..distributed.random import RandomState
 REGION = "region"
 """Where a node of the local program says which region it is of."""
 
-
 RANDOM = "random state"
 """Where a local program has what its random operators draw from."""
 
