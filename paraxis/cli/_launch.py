@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 from paraxis.cli._errors import Ended, UsageError
@@ -30,6 +31,9 @@ WORKER_ENVIRONMENT = {
 
 RANKS_PER_CORE, LEAST_MOST = 8, 16
 """How many ranks are started here at most, per core and in any case: each takes a few hundred MB before it begins."""
+
+ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT")
+"""The signals that ask a process to end."""
 
 # They repeat a rank's traceback line by line, each with a prefix; `RankFailed` says it once.
 CHATTY_LOGGERS = (
@@ -102,7 +106,7 @@ def launch(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         start_method="spawn",
         **chosen,
     )
-    with _environment(WORKER_ENVIRONMENT), _same_handlers(), quietly as interrupted:
+    with _environment(WORKER_ENVIRONMENT), _same_handlers(), _started_whole(), quietly as interrupted:
         try:
             results = elastic_launch(config, _run)(fn, *args)
         except SignalException as ending:
@@ -202,13 +206,44 @@ def _interrupts_for_this_process_alone() -> Iterator[list[int]]:
 def _same_handlers() -> Iterator[None]:
     """The launcher leaves its handlers of signals behind; put those back that were there before."""
     here = threading.current_thread() is threading.main_thread()
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT") if hasattr(signal, name)]
+    numbers = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
     before = {number: signal.getsignal(number) for number in numbers} if here else {}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _started_whole() -> Iterator[None]:
+    """Take a signal that comes while a process is being started once it is.
+
+    Before that it is known to nobody who could end it, and it would complain that it was told but half of what to do.
+    """
+    start = SpawnProcess.start
+
+    def whole(process: SpawnProcess) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return start(process)
+        came: list[int] = []
+        numbers = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
+        handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
+        for number in handlers:
+            signal.signal(number, lambda number, _: came.append(number))
+        try:
+            start(process)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        if came:
+            os.kill(os.getpid(), came[0])
+
+    SpawnProcess.start = whole  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SpawnProcess.start = start  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -61,7 +61,7 @@ class Rewriter:
         """The local program, with the placeholders of the captured graph."""
         for node in self.solved.aten.graph.nodes:
             emit: Callable[[Node], None] = getattr(self, f"_emit_{node.op}")
-            before = next(reversed(self.graph.nodes), None)
+            before = next(iter(reversed(self.graph.nodes)), None)
             emit(node)
             self._note_region(node, before)
         combine_sums(self.graph, self.collectives, lambda n: _impure(n) or n.meta.get("random", False))
