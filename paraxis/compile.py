@@ -18,7 +18,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from .adoption import adopt
 from .capture import CaptureError, GraphBreak
 from .capture.growing import mark_fixed, mark_growing
-from .capture.guards import ParametersReplaced, Structure, needed_guards
+from .capture.guards import (
+    ParametersReplaced,
+    Structure,
+    needed_guards,
+    other_than_parameters,
+    with_same_parameters,
+)
 from .capture.modes import set_aside, within_modes
 from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_encoders, translated
 from .core import Config, ParallelExecutionCtx
@@ -30,6 +36,7 @@ from .passes.appending import grow_in_place
 from .passes.experts import experts_in_turn
 from .passes.recompute import recompute
 from .passes.replace import finish_plan, place_unused
+from .passes.shorter import shorten
 from .passes.solve import RESULT, Solved
 from .plan import Plan
 from .progress import stage
@@ -57,6 +64,8 @@ def parallelize_backend(
         local = run_pipeline(graph_module, example_inputs, ctx, config)
     ctx.compile_times += 1
     include(example_inputs, ctx)
+    if config.compile is None:
+        shorten(local)
     if not torch.is_grad_enabled() and (config.compile is None or ctx.current_device.type == "cpu"):
         grow_in_place(local, compiled=config.compile is not None)
     if not torch.is_grad_enabled() and config.compile is None and ctx.current_device.type == "cpu":
@@ -89,6 +98,13 @@ def _sharded_parameters(captured: GraphModule, ctx: ParallelExecutionCtx) -> dic
     solved: Solved = captured.meta[RESULT]
     known = [(node.meta["origin"].target, p) for node, p in solved.parameters.items() if p.meta is not None]
     return {target: ctx.param_cache[p.name] for target, p in known}
+
+
+def _positions(captured: GraphModule, ctx: ParallelExecutionCtx) -> dict[int, nn.Parameter]:
+    """The sharded parameters that a graph is called with, by their place among its arguments."""
+    parameters = _sharded_parameters(captured, ctx)
+    placeholders = captured.graph.find_nodes(op="placeholder")
+    return {i: parameters[node.target] for i, node in enumerate(placeholders) if node.target in parameters}
 
 
 def run_pipeline(
@@ -146,14 +162,19 @@ class CompiledCall:
         self.forward = forward
         self.opened = self.running = False
         self._seen = -1
-        self._guarded = config.compile is None
-        self._structure = None if self._guarded else Structure(module)
+        self._guarded = splits(ctx, config)
+        self._structure = None if config.compile is None else Structure(module)
         self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
 
     def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
+        unguarded = bool(options) and self.config.compile is None  # parameters are; torch.compile empties the options
+
         def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             adopt(self.module, self.name, self.ctx, self.config)
-            return within_modes(parallelize_backend(graph_module, example_inputs, self.ctx, self.config))
+            program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config)
+            if unguarded and not torch.is_grad_enabled():
+                program = with_same_parameters(program, _positions(graph_module, self.ctx))
+            return within_modes(program)
 
         entry = fresh_entry(self.config.gather_outputs, forward=self.forward is not None)
         return torch.compile(entry, fullgraph=True, backend=backend, options=options)
@@ -167,7 +188,8 @@ class CompiledCall:
                 mark_fixed(args, kwargs)
             changed = self._structure is not None and self._structure.changed()
             if self._compiled is None or changed:
-                self._compiled = self._compile({} if self._guarded else {"guard_filter_fn": needed_guards})
+                wanted = other_than_parameters if self.config.compile is None else needed_guards
+                self._compiled = self._compile({} if self._guarded else {"guard_filter_fn": wanted})
             self.running = True
             try:
                 with open_encoders(), no_collection(), set_aside():

@@ -22,7 +22,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import Graph, GraphModule, Node
 
 from .capture.functionalize import mutated
-from .capture.guards import ParametersReplaced
+from .capture.guards import ParametersReplaced, form_of
 from .core import ParallelExecutionCtx
 from .distributed.collectives import backend_of
 from .layers import ColumnParallelLinear, RowParallelLinear
@@ -151,7 +151,7 @@ class _KnownShards:
     def __init__(self, examples: dict[int, ShardedTensor]) -> None:
         self.positions = list(examples)
         self._specs = [x._spec for x in examples.values()]
-        self._forms = [_form(x._local) for x in examples.values()]
+        self._forms = [form_of(x._local) for x in examples.values()]
         self._seen: list[Any] = [_nothing] * len(examples)
 
     def fits(self, args: tuple[Any, ...]) -> bool:
@@ -159,7 +159,7 @@ class _KnownShards:
         if all(ref() is x for ref, x in zip(self._seen, tensors, strict=True)):
             return True
         for x, spec, form in zip(tensors, self._specs, self._forms, strict=True):
-            if x._spec != spec or (form is not None and _form(x._local) != form):
+            if x._spec != spec or (form is not None and form_of(x._local) != form):
                 return False
         self._seen = [weakref.ref(x) for x in tensors]
         return True
@@ -169,12 +169,6 @@ def _nothing() -> None:
     return None
 
 
-def _form(local: torch.Tensor) -> Any:
-    """Size, strides, dtype and device of a shard; None where they may change."""
-    sizes = (*local.shape, *local.stride())
-    return (sizes, local.dtype, local.device) if all(isinstance(n, int) for n in sizes) else None
-
-
 def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, pool: Any = None) -> Callable[..., Any]:
     """What is called with the arguments of the captured graph; with ``pool``, recorded where it can be."""
     sharded, inputs, wrappers = lifted.parameters, lifted.inputs, lifted.wrappers
@@ -182,7 +176,7 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, p
     moved, device = lifted.moved, lifted.device
     split = any(p.dp_split is not None for p in sharded)  # type: ignore[attr-defined]
     held: list[torch.Tensor] = [] if split else [p._local for p in sharded]  # type: ignore[attr-defined]
-    forms = [_form(_like_shard(p)) for p in sharded]
+    forms = [form_of(_like_shard(p)) for p in sharded]
     written = [i for i, position in enumerate(inputs) if position in lifted.written]
     recorded = Recorded(compiled, written, moved, pool) if pool is not None else None
 
@@ -195,7 +189,7 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, p
         else:
             shards = [unwrap(p) for p in sharded] if split else [p._local for p in sharded]  # type: ignore[attr-defined]
             if split or not all(map(is_, shards, held)):
-                if [_form(x) for x in shards] != forms:
+                if [form_of(x) for x in shards] != forms:
                     raise ParametersReplaced("a parameter has a shard of another form than it was compiled for")
                 held = [] if split else shards
             given = [x._local if isinstance(x := args[i], ShardedTensor) else x for i in inputs]

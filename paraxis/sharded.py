@@ -291,11 +291,11 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     return function.apply(tensor)  # type: ignore[no-any-return]
 
 
-def wrap(local: torch.Tensor, placement: Placement, size: Sequence[int], group: dist.ProcessGroup) -> ShardedTensor:
+def wrap(local: torch.Tensor, spec: ShardSpec, size: Sequence[int]) -> ShardedTensor:
     """A sharded tensor around this rank's shard; differentiable."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return ShardedTensor(local.detach(), ShardSpec(placement, group), tuple(size))
-    return _Wrap.apply(local, ShardSpec(placement, group), tuple(size))  # type: ignore[no-any-return]
+        return ShardedTensor(local.detach(), spec, tuple(size))
+    return _Wrap.apply(local, spec, tuple(size))  # type: ignore[no-any-return]
 
 
 def materialize(tensor: ShardedTensor, local: torch.Tensor) -> None:

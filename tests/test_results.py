@@ -16,7 +16,7 @@ from paraxis.distributed import count_collectives
 from paraxis.distributed.redistribute import sum_copies
 from paraxis.placement import SHARED, Layout, Placement, Shard
 from paraxis.results import whole_when_read
-from paraxis.sharded import wrap
+from paraxis.sharded import ShardSpec, wrap
 
 SHAPE = (6, 8)
 PLACEMENTS: dict[str, Placement] = {
@@ -32,7 +32,7 @@ def output(placement: Placement) -> tuple[Any, torch.Tensor, torch.Tensor]:
     """An output with sharded logits, the shard that they were made of, and the whole."""
     whole = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
     local = cut(whole, placement, dist.get_rank()).clone().requires_grad_()
-    logits = wrap(local * 1.0, placement, SHAPE, dist.group.WORLD)  # type: ignore[arg-type]
+    logits = wrap(local * 1.0, ShardSpec(placement, dist.group.WORLD), SHAPE)  # type: ignore[arg-type]
     made = CausalLMOutputWithPast(loss=local.sum(), logits=logits)  # type: ignore[arg-type]
     return whole_when_read(made), local, whole
 

@@ -33,7 +33,7 @@ def whole(seed: int = 0, shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
 
 
 def sharded_like(tensor: torch.Tensor, placement: Placement) -> ShardedTensor:
-    return wrap(cut(tensor, placement, dist.get_rank()).clone(), placement, tensor.shape, dist.group.WORLD)  # type: ignore[arg-type]
+    return wrap(cut(tensor, placement, dist.get_rank()).clone(), ShardSpec(placement, dist.group.WORLD), tensor.shape)  # type: ignore[arg-type]
 
 
 def agree(name: str, got: Any, expected: torch.Tensor, placement: Placement | None = None) -> None:
@@ -75,7 +75,7 @@ def gradients() -> None:
     plain = torch.ones(3, requires_grad=True)
     assert unwrap(plain) is plain
     local = cut(x, PLACEMENTS["columns"], dist.get_rank()).clone().requires_grad_()
-    t = wrap(local, PLACEMENTS["columns"], SHAPE, dist.group.WORLD)  # type: ignore[arg-type]
+    t = wrap(local, ShardSpec(PLACEMENTS["columns"], dist.group.WORLD), SHAPE)  # type: ignore[arg-type]
     (t.full_tensor() * factor).sum().backward()
     assert torch.equal(local.grad, cut(factor, PLACEMENTS["columns"], dist.get_rank()))  # type: ignore[arg-type]
 

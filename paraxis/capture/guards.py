@@ -9,7 +9,8 @@ it has not seen in the call before: it raises :class:`ParametersReplaced`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -56,6 +57,46 @@ class ParametersReplaced(RuntimeError):
     """A compiled program was called with other parameters, or other shards, than those it was compiled for."""
 
 
+def other_than_parameters(entries: Sequence[Any]) -> list[bool]:
+    """For ``torch.compile``'s ``guard_filter_fn``: all guards but those on sharded parameters.
+
+    For programs that see for themselves that they are called with the parameters they were made for:
+    :func:`with_same_parameters`.
+    """
+    if torch.is_grad_enabled():
+        return [True] * len(entries)
+    parameters = {e.name for e in entries if e.has_value and _is_parameter(e.value)}
+    return [_owner(e.name) not in parameters for e in entries]
+
+
+def with_same_parameters(program: Callable[..., Any], expected: dict[int, nn.Parameter]) -> Callable[..., Any]:
+    """A program that raises :class:`ParametersReplaced` if it is called with others than these, by position, or if
+    their shards have got another form."""
+    positions, parameters = list(expected), list(expected.values())
+    held: list[torch.Tensor] = []
+    forms: list[Any] = []
+
+    def run(*args: Any) -> Any:
+        nonlocal held, forms
+        if not all(map(is_, [args[i] for i in positions], parameters)):
+            raise ParametersReplaced("a program was called with other parameters than it was made for")
+        shards: list[torch.Tensor] = [p._local for p in parameters]  # type: ignore[attr-defined]
+        if not (held and all(map(is_, shards, held))):
+            found = [form_of(shard) for shard in shards]
+            if forms and found != forms:
+                raise ParametersReplaced("a parameter has a shard of another form than its program was made for")
+            held, forms = shards, found
+        return program(*args)
+
+    return run
+
+
+def form_of(local: torch.Tensor) -> Any:
+    """Size, strides, dtype and device of a shard; None where they may change."""
+    sizes = (*local.shape, *local.stride())
+    return (sizes, local.dtype, local.device) if all(isinstance(n, int) for n in sizes) else None
+
+
 def needed_guards(entries: Sequence[Any]) -> list[bool]:
     """For ``torch.compile``'s ``guard_filter_fn``: which guards to keep.
 
@@ -70,7 +111,7 @@ def needed_guards(entries: Sequence[Any]) -> list[bool]:
 
 def _is_needed(entry: Any, parameters: set[str]) -> bool:
     name = entry.name
-    if name.removesuffix("._inner") in parameters or name.endswith(".__tensor_flatten__()[0]"):
+    if _owner(name) in parameters or name.endswith(".__tensor_flatten__()[0]"):
         return False
     if entry.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH":
         return False
@@ -80,6 +121,11 @@ def _is_needed(entry: Any, parameters: set[str]) -> bool:
         return False
     source = entry.orig_guard.source
     return not source.is_unspecialized_builtin_nn_module()
+
+
+def _owner(name: str) -> str:
+    """Of what is inside of a sharded tensor, the tensor."""
+    return name.removesuffix("._inner").removesuffix(".__tensor_flatten__()[0]")
 
 
 def _is_parameter(value: Any) -> bool:

@@ -239,7 +239,7 @@ def _started_whole() -> Iterator[None]:
         if came:
             os.kill(os.getpid(), came[0])
 
-    SpawnProcess.start = whole  # type: ignore[method-assign]
+    SpawnProcess.start = whole  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

@@ -183,12 +183,13 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def _host(tensor: torch.Tensor, group: dist.ProcessGroup) -> Host | _TracedHost | None:
     """Shared memory, where gloo would carry a CPU tensor between processes of one machine."""
-    if tensor.device.type != "cpu" or _backend(group.group_name, "cpu") != "gloo":
+    if not tensor.is_cpu:
         return None
     if torch.compiler.is_compiling():
-        return _TracedHost(group) if _meets(group.group_name) else None
-    host = host_of(group)
-    return _TracedHost(group) if host is not None and _traced() else host
+        gloo = _backend(group.group_name, "cpu") == "gloo"
+        return _TracedHost(group) if gloo and _meets(group.group_name) else None
+    host = host_of(group)  # None where gloo does not serve the host
+    return _TracedHost(group) if host is not None and torch._C._len_torch_dispatch_stack() > 0 else host
 
 
 @torch.compiler.assume_constant_result

@@ -38,6 +38,8 @@ SPINS = 2000
 """How often to look before giving way to other processes."""
 LABEL = 46
 """The bits above this one say what is exchanged; those below how many bytes, and how."""
+KINDS = 256
+"""Shapes of tensors for which views of the slots are kept."""
 PATIENCE = 0.2
 """Seconds between looks at whether the others are still alive."""
 
@@ -52,9 +54,10 @@ _groups: WeakKeyDictionary[Any, Host | None] = WeakKeyDictionary()
 
 def host_of(group: dist.ProcessGroup) -> Host | None:
     """The shared memory of a group, made when it is first asked for, by all ranks together; None if it has none."""
-    if group not in _groups:
-        _groups[group] = _make(group)
-    return _groups[group]
+    try:
+        return _groups[group]
+    except KeyError:
+        return _groups.setdefault(group, _make(group))
 
 
 @contextmanager
@@ -87,12 +90,19 @@ class Host:
         self._flags = memoryview(memory)[:header].cast("q")  # per rank: a counter, and what is in either slot
         self._memory, self._offset = memory, header
         self._slots: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._parts: dict[tuple[torch.dtype, torch.Size, int], list[torch.Tensor]] = {}
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """The sum, or largest or smallest, of the tensors of all ranks."""
         combine = _OPS[op]
-        flat = tensor.reshape(-1)
         step = self.capacity // tensor.element_size()
+        if 0 < tensor.numel() <= step:  # the usual one, which is short: nothing but a copy and a sum
+            first, second, *others = self._exchange(tensor, "all_reduce")
+            total = combine(first, second)
+            for part in others:
+                total = combine(total, part)
+            return total
+        flat = tensor.reshape(-1)
         results = []
         for start in range(0, flat.numel(), step):
             parts = self._exchange(flat[start : start + step], "all_reduce")
@@ -119,9 +129,10 @@ class Host:
         """Show the others a tensor that fits into a slot, and see theirs."""
         self._count += 1
         count, flags, slot, size = self._count, self._flags, self._count & 1, part.numel()
-        slots = self._slots.get(part.dtype) or self._as(part.dtype)
+        key = (part.dtype, part.shape, slot)
+        slots = self._parts.get(key) or self._part(*key)
         mine = 8 * self.rank
-        slots[self.rank][slot][:size].copy_(part)
+        slots[self.rank].copy_(part)
         what = self.label << LABEL | size * part.element_size() << 3 | _KINDS[kind]
         flags[mine + 1 + slot] = what
         flags[mine] = count
@@ -130,7 +141,17 @@ class Host:
                 self._wait(rank, count)
             if flags[8 * rank + 1 + slot] != what:
                 raise RuntimeError(self._mismatch(rank, flags[8 * rank + 1 + slot]))
-        return [slots[rank][slot][:size] for rank in range(self.world)]
+        return slots
+
+    def _part(self, dtype: torch.dtype, shape: torch.Size, slot: int) -> list[torch.Tensor]:
+        """The beginning of the slots of all ranks, as tensors like these; made once for each kind of tensor."""
+        if len(self._parts) >= KINDS:
+            self._parts.clear()
+        with torch.inference_mode(False), torch.no_grad():
+            slots = self._slots.get(dtype) or self._as(dtype)
+            parts = [mine[slot][: shape.numel()].view(shape) for mine in slots]
+        self._parts[dtype, shape, slot] = parts
+        return parts
 
     def _as(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The slots of all ranks as tensors of this dtype, also usable outside of the mode they were made in."""
@@ -174,7 +195,12 @@ def slot_size(world: int) -> int:
 
 
 def _make(group: dist.ProcessGroup) -> Host | None:
-    """All ranks map the same file, or none does."""
+    """All ranks map the same file, or none does. Only gloo is worth being stood in for, and others are no processes."""
+    try:
+        if group._get_backend(torch.device("cpu")).name().lower() != "gloo":
+            return None
+    except RuntimeError:  # no backend for tensors of the host
+        return None
     rank, world = group.rank(), group.size()
     size = world * LINE + 2 * world * slot_size(world)
     path = f"/dev/shm/paraxis-{uuid.uuid4().hex}" if rank == 0 else ""

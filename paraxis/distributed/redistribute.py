@@ -242,10 +242,14 @@ def redistribute(
     x: torch.Tensor, source: Placement, target: Placement, shape: Sequence[Any], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """The local tensor of ``target`` from that of ``source``; differentiable. ``shape`` is the global shape."""
+    if (
+        isinstance(source, Partial)
+        and isinstance(target, Replicate)
+        and not (x.requires_grad and torch.is_grad_enabled())
+    ):
+        return all_reduce(x, group)  # what decoding does most
     if source == target:
         return x
-    if isinstance(source, Partial) and target == REPLICATE and not (x.requires_grad and torch.is_grad_enabled()):
-        return all_reduce(x, group)  # what decoding does most
     if isinstance(target, Partial):
         return _Term.apply(redistribute(x, source, REPLICATE, shape, group), group)  # type: ignore[no-any-return]
     if isinstance(source, Replicate):

@@ -160,6 +160,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
         self.copy_input = copy_input
+        self._split = Shard.of(0, self.layout)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.copy_input:
@@ -167,7 +168,7 @@ class ColumnParallelLinear(_ParallelLinear):
                 input = differentiable_all_gather_reduce_scatter(input, self.group, SEQUENCE_DIM)
             else:
                 input = differentiable_identity(input, self.group)
-        output = self._matmul(input, None if self.bias is None else self._bias(Shard.of(0, self.layout)))
+        output = self._matmul(input, None if self.bias is None else self._bias(self._split))
         if not self.gather_output:
             return output
         placement = Shard.of(output.ndim - 1, self.layout)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..distributed.redistribute import redistribute, slice_box
 from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
 from ..plan import CollectivePlan
 from ..rules import Strategy
-from ..sharded import unwrap, wrap
+from ..sharded import ShardSpec, unwrap, wrap
 from ..solver import Step, Value
 from ..solver.program import is_tensor, tensor_of, value_of
 from .combine import combine_sums
@@ -344,8 +345,13 @@ def _collective(source: Placement, need: Placement) -> str:
 def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function under a readable name in the generated code."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    if isinstance(function, FunctionType) and function.__kwdefaults__ is None:  # the same, without one more call
+        inside = function.__globals__, name, function.__defaults__, function.__closure__
+        call: Callable[..., Any] = FunctionType(function.__code__, *inside)
+    else:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
 
     call.__name__ = call.__qualname__ = name
     call.__module__ = "paraxis"
@@ -361,18 +367,14 @@ def _seeded(state: RandomState, target: Any, sharded: bool) -> Callable[..., Any
 
 
 def _wrapper(placement: Shard, shape: tuple[int | None, ...], group: Any) -> Callable[..., Any]:
+    spec, rank = ShardSpec(placement, group), torch.distributed.get_rank(group)
+    known = [(d, shape[d], x.period, x.local_size(x.period, rank)) for d, x in placement.layouts]
+
     def keep_sharded(local: torch.Tensor) -> torch.Tensor:
-        dims = placement.dims
-        rank = torch.distributed.get_rank(group)
-        size = []
-        for d, n in enumerate(local.shape):
-            layout = dims.get(d)
-            whole = shape[d]
-            if layout is None:
-                size.append(n)
-            else:
-                size.append(whole if whole is not None else n * layout.period // layout.local_size(layout.period, rank))
-        return wrap(local, placement, size, group)
+        size = list(local.shape)
+        for d, whole, period, held in known:
+            size[d] = whole if whole is not None else size[d] * period // held
+        return wrap(local, spec, size)
 
     return named(keep_sharded, "keep_sharded")
 

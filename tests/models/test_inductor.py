@@ -52,14 +52,14 @@ def test_a_block_and_its_gradients(ranks: Any) -> None:
         assert found["reduced"] == 1
 
 
-def replaced() -> tuple[float, str]:
-    """What a compiled block says of a shard that moved, and of a layer that is not the planned one."""
+def replaced(compile: str | None) -> tuple[float, str]:
+    """What a block says of a shard that moved, and of a layer that is not the planned one."""
     from models.compare import context
 
     from paraxis import parallelize_model
 
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
-    model = parallelize_model(block(), context(), example_inputs=x, compile="inductor")
+    model = parallelize_model(block(), context(), example_inputs=x, compile=compile)
     with torch.no_grad():
         expected = model(x)
         for parameter in model.parameters():
@@ -73,8 +73,9 @@ def replaced() -> tuple[float, str]:
     return moved, ""
 
 
-def test_other_parameters_are_noticed(ranks: Any) -> None:
-    for moved, message in ranks(2).run(replaced, timeout=300):
+@pytest.mark.parametrize("compile", [None, "inductor"])
+def test_other_parameters_are_noticed(compile: str | None, ranks: Any) -> None:
+    for moved, message in ranks(2).run(replaced, compile, timeout=300):
         assert moved == 0 and "illegal path for recompilation" in message
 
 
