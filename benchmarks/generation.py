@@ -29,8 +29,9 @@ FIGURES = {
     "first": ("first call, s", 1.0),
     "prefill": ("prefill of 512, ms", 1e3),
     "decode": ("per token, ms", 1e3),
+    "memory_generation": ("memory per rank, MiB", 1.0),
     "training": ("training step of 128, ms", 1e3),
-    "memory": ("peak memory per rank, MiB", 1.0),
+    "memory_training": ("memory, training, MiB", 1.0),
     "collectives": ("collectives per token", 1.0),
 }
 
@@ -61,7 +62,9 @@ def compare(shape: str, tp: int, rounds: int) -> dict[str, dict[str, Any]]:
             for name in CONTENDERS:
                 if "error" in found.get(name, {}):
                     continue
-                new = run(name, folder, tp)
+                new = run(name, folder, tp, "generation")
+                if "error" not in new:
+                    new = {**run(name, folder, tp, "training"), **new}
                 old = found.get(name, new)
                 best = {key: min(old[key], new[key]) for key in FIGURES if key in old and key in new}
                 found[name] = {**new, **best}
@@ -71,12 +74,12 @@ def compare(shape: str, tp: int, rounds: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def run(name: str, folder: str, tp: int) -> dict[str, Any]:
+def run(name: str, folder: str, tp: int, part: str) -> dict[str, Any]:
     """One contender in processes of its own."""
     launch = [sys.executable]
     if name not in ALONE:
         launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
-    command = [*launch, str(HERE / "measure.py"), name, folder]
+    command = [*launch, str(HERE / "measure.py"), name, folder, part]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     for line in done.stdout.splitlines():
@@ -123,8 +126,9 @@ def page(results: dict[str, dict[str, dict[str, Any]]], tp: int) -> str:
         "",
         f"{date.today().isoformat()}, {device}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}, {tp} ranks with one thread each, float32, batch 1, context 512. Made by "
-        "`make bench`. In brackets: the time over that of paraxis in the same run. Memory: the most anonymous memory",
-        "of a rank, with its parameters that lie in mapped files.",
+        "`make bench`. In brackets: the time over that of paraxis in the same run. Memory: the most anonymous "
+        "memory of a rank, with its parameters that lie in mapped files; generating and training are in processes of "
+        "their own.",
         "",
     ]
     for shape, found in results.items():

@@ -1,4 +1,7 @@
-"""Measure one contender: ``python measure.py CONTENDER FOLDER`` on every rank; the first prints a line of JSON."""
+"""Measure one contender: ``python measure.py CONTENDER FOLDER PART`` on every rank; the first prints a line of JSON.
+
+PART is ``generation`` or ``training``: each in processes of its own, for the memory of one not to count for the other.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from contenders import ALONE, CONTENDERS
 PROMPT, TOKENS, ROUNDS = 512, 24, 3
 
 
-def main(name: str, folder: str) -> None:
+def main(name: str, folder: str, part: str) -> None:
     warnings.filterwarnings("ignore")
     from transformers import logging
 
@@ -35,11 +38,13 @@ def main(name: str, folder: str) -> None:
     model = CONTENDERS[name](folder, device).eval()
     result: dict[str, Any] = {"contender": name, "load": time.perf_counter() - started}
     result |= getattr(model, "known", {})
-    with torch.no_grad():
-        result |= generation(model, device)
-        result.setdefault("collectives", collectives(model, device))
-    result |= training(model, device)
-    result["memory"] = memory.highest + mapped(model) / 2**20
+    if part == "training":
+        result |= training(model, device)
+    else:
+        with torch.no_grad():
+            result |= generation(model, device)
+            result.setdefault("collectives", collectives(model, device))
+    result[f"memory_{part}"] = memory.highest + mapped(model) / 2**20
     if alone or dist.get_rank() == 0:
         print("RESULT " + json.dumps(result), flush=True)
     if not alone:
@@ -140,4 +145,4 @@ def training(model: Any, device: torch.device) -> dict[str, Any]:
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    main(sys.argv[1], sys.argv[2])
+    main(*sys.argv[1:])

@@ -30,6 +30,7 @@ from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_enco
 from .core import Config, ParallelExecutionCtx
 from .data_parallel import gather_when_used, include, splits
 from .distributed.collectives import meet
+from .freed import give_back
 from .inductor import compile_local, options_of
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
 from .passes.appending import grow_in_place
@@ -172,6 +173,7 @@ class CompiledCall:
         def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             adopt(self.module, self.name, self.ctx, self.config)
             program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config)
+            give_back()
             if unguarded and not torch.is_grad_enabled():
                 program = with_same_parameters(program, _positions(graph_module, self.ctx))
             return within_modes(program)
@@ -183,6 +185,7 @@ class CompiledCall:
         if not self.opened:
             if self._seen != self.ctx.compile_times:  # the call before compiled: this one may have to as well
                 self._seen = self.ctx.compile_times
+                give_back()
                 mark_growing(args, kwargs)
             if self.config.enable_sequence_parallel:
                 mark_fixed(args, kwargs)
