@@ -187,7 +187,9 @@ def _shape(node: Node) -> tuple[Any, ...] | None:
     if node.target is getitem and value is None:
         several: Any = node.args[0]
         value = several.meta["val"][node.args[1]] if "val" in several.meta else None
-    return tuple(value.shape) if isinstance(value, torch.Tensor) and value.dim() == 2 else None
+    if not isinstance(value, torch.Tensor) or value.dim() != 2:
+        return None
+    return tuple(n if isinstance(n, int) else str(n) for n in value.shape)  # sizes that may change cannot be hashed
 
 
 def _gathered(rows: Any) -> tuple[Any, Any]:

@@ -62,6 +62,15 @@ def test_the_same_numbers(function: Callable[..., Any], pairs: int, offsets: lis
     torch.testing.assert_close(module(*given), function(*given))
 
 
+@pytest.mark.parametrize("function", [gated, clamped_without_scale, read_in_between, over_rows])
+def test_sizes_that_may_change(function: Callable[..., Any]) -> None:
+    """Here those of the weights may, too, which no model has."""
+    given = inputs([3, 3, 7, 12])
+    module = make_fx(function, tracing_mode="symbolic")(*given)
+    experts_in_turn(module)
+    torch.testing.assert_close(module(*given), function(*given))
+
+
 def back_in_order(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
     order = index.sort()[1]
     inverse = torch.empty_like(order)
