@@ -36,6 +36,7 @@ from .inputs import gives_loss_of_tokens
 from .listing import module_of
 from .passes import without_loading
 from .passes.appending import grow_in_place
+from .passes.shorter import shorten
 from .passes.solve import RESULT, Solved
 from .placement import local_shape
 from .plan import block_of
@@ -208,6 +209,7 @@ def _local_program(
         captured, examples = graphs[0]
         names = [str(node.target) for node in captured.graph.find_nodes(op="placeholder")]
         local = run_pipeline(captured, examples, ctx, config)
+    shorten(local)
     if not train:
         grow_in_place(local)
     return local, dict(zip(names, examples, strict=True)), captured.meta[RESULT]
