@@ -1,28 +1,28 @@
 """Generation and training side by side: ``python benchmarks/generation.py [--shapes llama,gpt2,mixtral] [--tp 2]``.
 
-Every contender runs in processes of its own, one after the other on the same machine, in several rounds; of each figure
-the best round counts. Ratios are of figures from the same run. Writes a page and, where matplotlib is at hand, a plot.
+Every contender runs in processes of its own. All are up at once and take turns on the same cores (see `turns`); of each
+figure the median over the turns counts. Writes a page and, where matplotlib is at hand, a plot.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from datetime import date
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from contenders import ALONE, CONTENDERS
+from contenders import CONTENDERS
 from rich.console import Console
 from rich.table import Table
 from shapes import save
+from turns import take_turns
 
-HERE = Path(__file__).parent
 FIGURES = {
     "load": ("load, s", 1.0),
     "plan": ("plan, s", 1.0),
@@ -40,7 +40,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="llama,gpt2,mixtral")
     parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8, help="turns that every contender takes")
     parser.add_argument("--out", type=Path, help="folder for the page and the plot")
     options = parser.parse_args()
     results = {shape: compare(shape, options.tp, options.rounds) for shape in options.shapes.split(",")}
@@ -54,39 +54,35 @@ def main() -> int:
 
 
 def compare(shape: str, tp: int, rounds: int) -> dict[str, dict[str, Any]]:
-    """The best figures of every contender, or why it has none."""
+    """The figures of every contender, or why it has none."""
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         save(shape, folder)
-        for _ in range(rounds):
-            for name in CONTENDERS:
-                if "error" in found.get(name, {}):
-                    continue
-                new = run(name, folder, tp, "generation")
-                if "error" not in new:
-                    new = {**run(name, folder, tp, "training"), **new}
-                old = found.get(name, new)
-                best = {key: min(old[key], new[key]) for key in FIGURES if key in old and key in new}
-                found[name] = {**new, **best}
+        names = list(CONTENDERS)
+        for part in ("training", "generation"):
+            for name, turns in take_turns(names, folder, tp, part, rounds).items():
+                found[name] = {**found.get(name, {}), **figures(turns)}
+            names = [name for name in names if "error" not in found[name]]
     right = found["one process"].get("tokens")
     for result in found.values():
         result["same"] = result.get("tokens") == right
     return found
 
 
-def run(name: str, folder: str, tp: int, part: str) -> dict[str, Any]:
-    """One contender in processes of its own."""
-    launch = [sys.executable]
-    if name not in ALONE:
-        launch += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(tp)]
-    command = [*launch, str(HERE / "measure.py"), name, folder, part]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return dict(json.loads(line.removeprefix("RESULT ")))
-    errors = [line for line in done.stderr.splitlines() if "Error" in line]
-    return {"contender": name, "error": errors[0].strip() if errors else "no result"}
+def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """What was found coming up, with the median over the turns of what they found."""
+    up, *later = turns
+    errors = [turn for turn in turns if "error" in turn]
+    if errors:
+        return errors[0]
+    result = dict(up)
+    for key in later[0] if later else ():
+        values = [turn[key] for turn in later]
+        if key == "tokens":
+            result[key] = values[-1]
+        else:
+            result[key] = median(itertools.chain.from_iterable(values) if key == "decode" else values)
+    return result
 
 
 def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -126,7 +122,8 @@ def page(results: dict[str, dict[str, dict[str, Any]]], tp: int) -> str:
         "",
         f"{date.today().isoformat()}, {device}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}, {tp} ranks with one thread each, float32, batch 1, context 512. Made by "
-        "`make bench`. In brackets: the time over that of paraxis in the same run. Memory: the most anonymous "
+        "`make bench`. All contenders are up at once and take turns; times are medians over the turns, in brackets the "
+        "time over that of paraxis. Memory: the most anonymous "
         "memory of a rank, with its parameters that lie in mapped files; generating and training are in processes of "
         "their own.",
         "",

@@ -1,28 +1,37 @@
-"""Measure one contender: ``python measure.py CONTENDER FOLDER PART`` on every rank; the first prints a line of JSON.
+"""One contender, on every rank: ``python measure.py CONTENDER FOLDER PART``, started by `turns`.
 
 PART is ``generation`` or ``training``: each in processes of its own, for the memory of one not to count for the other.
+Memory is watched while the model comes up and in its first turn, which is not timed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
 import warnings
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from contenders import ALONE, CONTENDERS
+from turns import Player
 
-PROMPT, TOKENS, ROUNDS = 512, 24, 3
+PROMPT, TOKENS = 512, 24
 
 
 def main(name: str, folder: str, part: str) -> None:
+    player = Player(name, part)
+    try:
+        play(player, name, folder, part)
+    except Exception as error:
+        player.say({"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+def play(player: Player, name: str, folder: str, part: str) -> None:
     warnings.filterwarnings("ignore")
     from transformers import logging
 
@@ -38,15 +47,15 @@ def main(name: str, folder: str, part: str) -> None:
     model = CONTENDERS[name](folder, device).eval()
     result: dict[str, Any] = {"contender": name, "load": time.perf_counter() - started}
     result |= getattr(model, "known", {})
-    if part == "training":
-        result |= training(model, device)
-    else:
-        with torch.no_grad():
-            result |= generation(model, device)
-            result.setdefault("collectives", collectives(model, device))
-    result[f"memory_{part}"] = memory.highest + mapped(model) / 2**20
-    if alone or dist.get_rank() == 0:
-        print("RESULT " + json.dumps(result), flush=True)
+    turn = Training(model, device) if part == "training" else Generation(model, device)
+    first = turn()
+    result["first"] = first["training" if part == "training" else "prefill"]
+    turn()
+    if part == "generation":
+        result.setdefault("collectives", collectives(model, device))
+    result[f"memory_{part}"] = memory.stop() + mapped(model) / 2**20
+    while player.answer(result):
+        result = turn()
     if not alone:
         dist.barrier()
 
@@ -60,13 +69,19 @@ class Memory(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.highest = 0.0
+        self.over = threading.Event()
 
     def start(self) -> Memory:  # type: ignore[override]
         super().start()
         return self
 
+    def stop(self) -> float:
+        self.over.set()
+        self.join()
+        return self.highest
+
     def run(self) -> None:
-        while True:
+        while not self.over.is_set():
             for line in Path("/proc/self/status").read_text().splitlines():
                 if line.startswith("RssAnon"):
                     self.highest = max(self.highest, int(line.split()[1]) / 1024)
@@ -92,34 +107,47 @@ def timed(device: torch.device, function: Any) -> tuple[float, Any]:
     return time.perf_counter() - started, value
 
 
-def generation(model: Any, device: torch.device) -> dict[str, Any]:
-    """The first call, later prefills of the same prompt, and decoding with a growing cache."""
-    from transformers import DynamicCache
+class Generation:
+    """A prompt, and decoding with a growing cache."""
 
-    ids = torch.arange(PROMPT, device=device)[None] + 5
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.ids = torch.arange(PROMPT, device=device)[None] + 5
 
-    def prefill() -> Any:
-        cache = DynamicCache(config=model.config)
-        logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        return cache, logits[:, -1:].argmax(-1)
+    @torch.no_grad()
+    def __call__(self) -> dict[str, Any]:
+        from transformers import DynamicCache
 
-    def step(cache: Any, token: torch.Tensor) -> torch.Tensor:
-        return model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
-
-    first, (cache, token) = timed(device, prefill)
-    for _ in range(3):
-        token = step(cache, token)
-    prefills, tokens, decoded = [], [], []
-    for _ in range(ROUNDS):
-        seconds, (cache, token) = timed(device, prefill)
-        prefills.append(seconds)
+        cache = DynamicCache(config=self.model.config)
+        prefill, token = timed(self.device, lambda: self.next_token(self.ids, cache))
+        seconds, tokens = [], []
         for _ in range(TOKENS):
-            seconds, token = timed(device, lambda c=cache, t=token: step(c, t))
-            tokens.append(seconds)
-            decoded.append(int(token))
-    return {"first": first, "prefill": min(prefills), "decode": median(tokens), "tokens": decoded[-TOKENS:]}
+            took, token = timed(self.device, lambda t=token: self.next_token(t, cache))
+            seconds.append(took)
+            tokens.append(int(token))
+        return {"prefill": prefill, "decode": seconds, "tokens": tokens}
+
+    def next_token(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1:].argmax(-1)
 
 
+class Training:
+    """Forward and backward of 128 tokens."""
+
+    def __init__(self, model: Any, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.ids = torch.arange(128, device=device)[None] + 5
+
+    def __call__(self) -> dict[str, Any]:
+        return {"training": timed(self.device, self.step)[0]}
+
+    def step(self) -> None:
+        self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
+        self.model.zero_grad()
+
+
+@torch.no_grad()
 def collectives(model: Any, device: torch.device) -> int:
     """How many collectives a forward of one token has, as the profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
@@ -129,18 +157,6 @@ def collectives(model: Any, device: torch.device) -> int:
     with profile(activities=[ProfilerActivity.CPU]) as found:
         model(token, use_cache=False)
     return sum(event.name.startswith("c10d::") for event in found.events())
-
-
-def training(model: Any, device: torch.device) -> dict[str, Any]:
-    """Forward and backward of 128 tokens."""
-    ids = torch.arange(128, device=device)[None] + 5
-
-    def step() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        model.zero_grad()
-
-    step()
-    return {"training": min(timed(device, step)[0] for _ in range(ROUNDS))}
 
 
 if __name__ == "__main__":

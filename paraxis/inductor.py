@@ -8,7 +8,6 @@ out (:func:`lift`), the plain program in the middle is compiled, and results tha
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import is_
@@ -25,6 +24,7 @@ from .capture.functionalize import mutated
 from .capture.guards import ParametersReplaced, form_of
 from .core import ParallelExecutionCtx
 from .distributed.collectives import backend_of
+from .known_shards import KnownShards
 from .layers import ColumnParallelLinear, RowParallelLinear
 from .passes.decoding import use_row_kernels
 from .passes.grouped import open_single_query_attention
@@ -129,7 +129,7 @@ def compile_local(
                 raise
             # torch 2.11 writes checks of indices that name a variable it does not declare
             compiled = compile_fx(lifted.program, examples, config_patches={**patches, **UNCHECKED})
-    known = _KnownShards({i: x for i in lifted.inputs if isinstance(x := given[i], ShardedTensor)})
+    known = KnownShards({i: x for i in lifted.inputs if isinstance(x := given[i], ShardedTensor)})
     if grad:
         return _caller(lifted, _kept(compiled) if graphs else compiled, known)
     return _caller(lifted, compiled, known, pool_of(owner) if graphs and on_gpu else None)
@@ -145,31 +145,7 @@ def _kept(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class _KnownShards:
-    """Whether sharded inputs are sharded as those that a program was compiled for."""
-
-    def __init__(self, examples: dict[int, ShardedTensor]) -> None:
-        self.positions = list(examples)
-        self._specs = [x._spec for x in examples.values()]
-        self._forms = [form_of(x._local) for x in examples.values()]
-        self._seen: list[Any] = [_nothing] * len(examples)
-
-    def fits(self, args: tuple[Any, ...]) -> bool:
-        tensors = [args[i] for i in self.positions]
-        if all(ref() is x for ref, x in zip(self._seen, tensors, strict=True)):
-            return True
-        for x, spec, form in zip(tensors, self._specs, self._forms, strict=True):
-            if x._spec != spec or (form is not None and form_of(x._local) != form):
-                return False
-        self._seen = [weakref.ref(x) for x in tensors]
-        return True
-
-
-def _nothing() -> None:
-    return None
-
-
-def _caller(lifted: Lifted, compiled: Callable[..., Any], known: _KnownShards, pool: Any = None) -> Callable[..., Any]:
+def _caller(lifted: Lifted, compiled: Callable[..., Any], known: KnownShards, pool: Any = None) -> Callable[..., Any]:
     """What is called with the arguments of the captured graph; with ``pool``, recorded where it can be."""
     sharded, inputs, wrappers = lifted.parameters, lifted.inputs, lifted.wrappers
     positions, expected = list(lifted.arguments), list(lifted.arguments.values())

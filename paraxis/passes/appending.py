@@ -18,6 +18,8 @@ from ..sharded import unwrap
 aten = torch.ops.aten
 LEAST = 64
 """Rows of room, at least; beyond that an eighth of the length."""
+STEP = 128
+"""Rows by which the memory of a cache grows where its layout has to follow from its length."""
 
 
 def grow_in_place(module: GraphModule, compiled: bool = False) -> int:
@@ -58,12 +60,8 @@ def _is_empty(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape) == (0,)
 
 
-def append(past: torch.Tensor, new: torch.Tensor, dim: int, rows_first: bool = False) -> torch.Tensor:
-    """``torch.cat([past, new], dim)``, in the memory of ``past`` if there is room behind it that nobody has.
-
-    With ``rows_first`` the rows lie one after the other, each with all batches and heads: how the result is laid out
-    does not depend on the room then.
-    """
+def append(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
+    """``torch.cat([past, new], dim)``, in the memory of ``past`` if there is room behind it that nobody has."""
     if torch.is_grad_enabled() and (past.requires_grad or new.requires_grad):
         return torch.cat([past, new], dim)
     length = past.shape[dim] if past.dim() > 1 else 0
@@ -72,7 +70,7 @@ def append(past: torch.Tensor, new: torch.Tensor, dim: int, rows_first: bool = F
     if length:
         memory = past.untyped_storage()
         if getattr(memory, "filled", None) == length and past.storage_offset() == 0:
-            room = _room(past, dim, rows_first)
+            room = past.stride(dim - 1) // past.stride(dim) if past.stride(dim) else 0
             if size[dim] <= room:
                 result = past.as_strided(size, past.stride())
                 result.narrow(dim, length, new.shape[dim]).copy_(new)
@@ -80,10 +78,8 @@ def append(past: torch.Tensor, new: torch.Tensor, dim: int, rows_first: bool = F
                 return result
     rows = size[dim] + max(LEAST, size[dim] // 8)
     with torch.inference_mode(False):  # to be written to in any mode
-        outer, inner = size[:dim], size[dim + 1 :]
-        shape = (rows, *outer, *inner) if rows_first else (*outer, rows, *inner)
-        buffer = torch.empty(shape, dtype=new.dtype, device=new.device)
-    result = (buffer.movedim(0, dim) if rows_first else buffer).narrow(dim, 0, size[dim])
+        buffer = torch.empty((*size[:dim], rows, *size[dim + 1 :]), dtype=new.dtype, device=new.device)
+    result = buffer.narrow(dim, 0, size[dim])
     if length:
         result.narrow(dim, 0, length).copy_(past)
     result.narrow(dim, length, new.shape[dim]).copy_(new)
@@ -91,29 +87,70 @@ def append(past: torch.Tensor, new: torch.Tensor, dim: int, rows_first: bool = F
     return result
 
 
-def _room(past: torch.Tensor, dim: int, rows_first: bool) -> int:
-    """How many rows fit into the memory of a tensor, if it is laid out as wanted."""
-    if not rows_first:
-        return past.stride(dim - 1) // past.stride(dim) if past.stride(dim) else 0
-    if past.stride() != _strides(past):
-        return 0
-    return past.untyped_storage().nbytes() // past.element_size() // past.stride(dim)
+# -- as an operator ------------------------------------------------------------------------------------------------
 
 
-def _strides(like: torch.Tensor) -> tuple[int, int, int, int]:
-    """Those of a tensor [batch, heads, rows, features] whose rows lie one after the other."""
-    batch, heads, _, features = like.shape
-    return heads * features, features, batch * heads * features, 1
+class _Memory:
+    """What tensors of a growing cache lie in. Each is given storage of its own there: results of an operator may not
+    share theirs with its arguments."""
+
+    __slots__ = ("bytes", "filled")
+
+    def __init__(self, count: int, dtype: torch.dtype) -> None:
+        self.bytes = torch.empty(count * dtype.itemsize, dtype=torch.uint8).numpy()
+        self.filled = 0
+        """Rows that somebody has."""
+
+    def tensor(self, like: torch.Tensor, length: int) -> torch.Tensor:
+        """A cache of this length at the beginning of it."""
+        batch, heads, _, features = like.shape
+        storage = torch.from_numpy(self.bytes).untyped_storage()
+        storage.memory = self  # type: ignore[attr-defined]
+        result = torch.empty(0, dtype=like.dtype)
+        result.set_(storage, 0, (batch, heads, length, features), _strides(heads, length, features))
+        self.filled = length
+        return result
+
+
+def _append_rows(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """:func:`append` for [batch, heads, rows, features], with room that follows from the length alone.
+
+    A compiler has to know how the result is laid out.
+    """
+    batch, heads, count, features = new.shape
+    before = past.shape[2] if past.dim() > 1 else 0
+    length = before + count
+    memory = getattr(past.untyped_storage(), "memory", None) if before else None
+    if memory is not None and memory.filled == before and _rows(before) == _rows(length):
+        if past.storage_offset() == 0 and past.stride() == _strides(heads, before, features):
+            result: torch.Tensor = memory.tensor(new, length)
+            result.narrow(2, before, count).copy_(new)
+            return result
+    result = _Memory(batch * heads * _rows(length) * features, new.dtype).tensor(new, length)
+    if before:
+        result.narrow(2, 0, before).copy_(past)
+    result.narrow(2, before, count).copy_(new)
+    return result
+
+
+def _rows(length: Any) -> Any:
+    """Rows that memory is taken for; always more than there are, for strides not to look like those of a full one."""
+    return (length // STEP + 1) * STEP
+
+
+def _strides(heads: int, length: Any, features: int) -> tuple[Any, Any, int, int]:
+    rows = _rows(length)
+    return heads * rows * features, rows * features, features, 1
 
 
 def _appended(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """What the operator gives, without data."""
     batch, heads, count, features = new.shape
-    length = past.shape[2] if past.dim() > 1 else 0
-    return new.new_empty_strided((batch, heads, length + count, features), _strides(new))
+    length = count + (past.shape[2] if past.dim() > 1 else 0)
+    return new.new_empty_strided((batch, heads, length, features), _strides(heads, length, features))
 
 
 _library = torch.library.Library("paraxis", "FRAGMENT")
 _library.define("append_rows(Tensor past, Tensor new) -> Tensor")
-_library.impl("append_rows", lambda past, new: append(past, new, 2, rows_first=True), "CPU")
+_library.impl("append_rows", _append_rows, "CPU")
 torch.library.register_fake("paraxis::append_rows", _appended, lib=_library)

@@ -2,45 +2,48 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
 from paraxis.passes.appending import append, grow_in_place
-from paraxis.passes.appending import append as appended
 from paraxis.passes.rewrite import named
 
 aten = torch.ops.aten
+
+
+Append = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+WAYS = pytest.mark.parametrize("add", [lambda past, new: append(past, new, 2), torch.ops.paraxis.append_rows])
+"""As a function, and as an operator."""
 
 
 def rows(count: int) -> torch.Tensor:
     return torch.randn(2, 3, count, 4)
 
 
-@pytest.mark.parametrize("rows_first", [False, True])
-def test_like_a_concatenation_for_any_number_of_steps(rows_first: bool) -> None:
+@WAYS
+def test_like_a_concatenation_for_any_number_of_steps(add: Append) -> None:
     cache, whole, moved = torch.tensor([]), torch.empty(2, 3, 0, 4), 0
     for step in range(300):
         new = rows(7 if step == 0 else 1 + step % 3)
         before = cache.data_ptr()
-        cache, whole = append(cache, new, 2, rows_first), torch.cat([whole, new], 2)
+        cache, whole = add(cache, new), torch.cat([whole, new], 2)
         moved += cache.data_ptr() != before
         assert torch.equal(cache, whole)
     assert moved < 20, "it has room for what comes"
 
 
-@pytest.mark.parametrize("rows_first", [False, True])
-def test_what_was_returned_before_stays(rows_first: bool) -> None:
+@WAYS
+def test_what_was_returned_before_stays(add: Append) -> None:
     """Two continuations of the same cache, and of a part of it."""
-    append = partial(appended, rows_first=rows_first)
-    start = append(torch.tensor([]), rows(5), 2)
+    start = add(torch.tensor([]), rows(5))
     kept = start.clone()
     first, second = rows(2), rows(2)
-    a, b = append(start, first, 2), append(start, second, 2)
-    shorter = append(a[:, :, :3], second, 2)
-    later = append(start[:, :, 1:], first, 2)
+    a, b = add(start, first), add(start, second)
+    shorter = add(a[:, :, :3], second)
+    later = add(start[:, :, 1:], first)
     assert a.data_ptr() == start.data_ptr() and b.data_ptr() != start.data_ptr()
     assert torch.equal(start, kept)
     assert torch.equal(a, torch.cat([kept, first], 2)) and torch.equal(b, torch.cat([kept, second], 2))
@@ -48,15 +51,22 @@ def test_what_was_returned_before_stays(rows_first: bool) -> None:
     assert torch.equal(later, torch.cat([kept[:, :, 1:], first], 2))
 
 
-def test_other_batches_and_modes() -> None:
+@WAYS
+def test_other_batches_and_modes(add: Append) -> None:
     """Reordered for beams, and in and out of inference mode."""
     with torch.inference_mode():
-        cache = append(torch.tensor([]), rows(5), 2)
+        cache = add(torch.tensor([]), rows(5))
     new = rows(1)
     picked = cache[torch.tensor([1, 1])].clone()
-    assert torch.equal(append(picked, new, 2), torch.cat([picked, new], 2))
-    assert torch.equal(append(cache, new, 2), torch.cat([cache, new], 2))
-    grown = rows(5).requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(add(picked, new), torch.cat([picked, new], 2))
+        assert torch.equal(add(cache, new), torch.cat([cache, new], 2))
+        with torch.inference_mode():
+            assert torch.equal(add(add(cache, new), new), torch.cat([cache, new, new], 2))
+
+
+def test_gradients() -> None:
+    grown, new = rows(5).requires_grad_(), rows(1)
     append(grown, new, 2).sum().backward()
     assert grown.grad is not None
 
@@ -76,11 +86,19 @@ def test_only_caches(dim: int, kept: bool, expected: int) -> None:
 
 
 def test_the_operator_says_how_its_result_is_laid_out() -> None:
-    """What a compiler is told must be so, whatever the cache was."""
-    new = rows(2)
-    for past in (torch.tensor([]), rows(5), rows(5).transpose(0, 1).contiguous().transpose(0, 1), rows(9)[:, :, 1:4]):
-        told = torch.ops.paraxis.append_rows(past.to("meta"), new.to("meta"))
-        found = torch.ops.paraxis.append_rows(past, new)
-        again = torch.ops.paraxis.append_rows(found, new)  # in place
-        assert (found.shape, found.stride()) == (told.shape, told.stride()) and again.stride() == told.stride()
-        assert again.data_ptr() == found.data_ptr()
+    """What a compiler is told must be so, whatever the cache was and however long it gets."""
+    pasts = (torch.tensor([]), rows(5), rows(5).transpose(0, 1).contiguous().transpose(0, 1), rows(9)[:, :, 1:4])
+    for past in (*pasts, rows(127), rows(128), rows(126)):
+        found = past
+        for new in (rows(2), rows(2), rows(1)):
+            told = torch.ops.paraxis.append_rows(found.to("meta"), new.to("meta"))
+            before, found = found, torch.ops.paraxis.append_rows(found, new)
+            assert (found.shape, found.stride()) == (told.shape, told.stride())
+            assert found.untyped_storage()._cdata != before.untyped_storage()._cdata, "no result may be an argument"
+
+
+def test_half_precision() -> None:
+    start = torch.ops.paraxis.append_rows(torch.tensor([]), rows(3).bfloat16())
+    new = rows(1).bfloat16()
+    found = torch.ops.paraxis.append_rows(start, new)
+    assert found.data_ptr() == start.data_ptr() and torch.equal(found, torch.cat([start, new], 2))
