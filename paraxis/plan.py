@@ -255,7 +255,8 @@ class Plan:
         for layer in self.layers:
             key = (pattern_of(layer.name), layer.kind, layer.axis, layer.gather_output, layer.input_is_parallel)
             rows.setdefault((*key, layer.global_shape, layer.local_shape), []).append(layer.name)
-        title = f"Plan for {self.world_size} ranks: {self.sharded_fraction:.1%} of the parameters on each"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        title = f"Plan for {ranks}: {self.sharded_fraction:.1%} of the parameters on each"
         table = Table(title=title, caption=self._caption(), caption_justify="left")
         for column in ("layer", "×", "kind", "axis", "gathers", "input", "whole", "local"):
             table.add_column(column, justify="right" if column == "×" else "left")

@@ -183,6 +183,7 @@ def test_generate(folder: str, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place)).save_pretrained(place)
     bare = call("generate", place, "--prompt", "w3 w5")
     assert bare.exit_code == 1 and "Traceback" not in bare.stderr and len(bare.stderr.strip().splitlines()) == 1
+    assert place in bare.stderr and "tokenizer.json" in bare.stderr
     save_tokenizer(place)
     found = call("generate", place, "--prompt", "w3 w5 w7", "--max-new-tokens", "5", "--no-stream")
     expected = AutoModelForCausalLM.from_pretrained(place).generate(

@@ -32,9 +32,10 @@ def make_model(folder: Path) -> Any:
     model.config.bos_token_id = model.config.eos_token_id = None  # no token ends a text
     model.generation_config.eos_token_id = model.generation_config.bos_token_id = None
     model.save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, unk_token="w0"))
+    table = {**{f"w{i}": i for i in range(WORDS)}, "unknown": WORDS}  # which the model never says
+    words = Tokenizer(models.WordLevel(table, unk_token="unknown"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="unknown").save_pretrained(folder)
     return model
 
 
@@ -55,7 +56,7 @@ def test_serving(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     server = subprocess.Popen(
         [*launcher, str(SERVER), str(tmp_path), "--port", str(port)],
         stdout=subprocess.PIPE,

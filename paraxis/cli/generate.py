@@ -59,12 +59,24 @@ def command(
             options["temperature"] = temperature
         check_dtype(dtype)
         quiet()
-        from transformers import AutoTokenizer
-
-        AutoTokenizer.from_pretrained(model)  # if it has none, that is known before ranks are started
+        check_tokenizer(model)
         texts = launch(tp, run_rank, Task(model, text, chat, stream, options, dtype))
         if not stream and is_first():
             typer.echo(texts[0])
+
+
+def check_tokenizer(model: str) -> None:
+    """That the model has one, known before ranks are started."""
+    from transformers import AutoTokenizer
+
+    try:
+        AutoTokenizer.from_pretrained(model)
+    except (ValueError, ImportError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{model!r} has no tokenizer that transformers can make, and text is no tokens without it: put "
+            f"its tokenizer.json beside the weights, or use the model from Python with token ids. transformers says: "
+            f"{' '.join(str(error).split())}"
+        ) from error
 
 
 def run_rank(task: Task) -> str:
