@@ -58,8 +58,8 @@ class Memory:
         cache: Keys, values and states that a generation of ``batch`` sequences keeps after ``context`` tokens, with the
             room it has to grow; None where that was not asked for or is not known.
         activations: The most that intermediate tensors take at a time: of a prompt of ``context`` tokens with the
-            logits of its last position, or of a training step with what it keeps for the backward pass. None where that
-            was not asked for or is not known.
+            logits of its last position, or of a training step, with what it keeps for the backward pass, that adds to
+            gradients that are there. None where that was not asked for or is not known.
         gradients: Of what is trained.
         optimizer: The state of AdamW, in the parameters' dtype.
         batch, context: What cache and activations are for.
