@@ -155,7 +155,7 @@ def export_plan(
         _check_patterns(built, export.plan)
         export.source = torch_source(export.plan, _ties(built, choice), _headline(export))
     else:
-        export.plan = vllm_plan(built, choice, generic)
+        export.plan = vllm_plan(built, choice, generic, tp_size)
     return export
 
 

@@ -212,11 +212,11 @@ def matches(pattern: str, name: str) -> bool:
 # -- vLLM -------------------------------------------------------------------------------------------------------------
 
 
-def vllm_plan(model: Any, choice: Choice, generic: Callable[[str], str]) -> dict[str, str]:
+def vllm_plan(model: Any, choice: Choice, generic: Callable[[str], str], ranks: int) -> dict[str, str]:
     """``base_model_tp_plan`` as vLLM's transformers backend reads it; an error where it would run something else.
 
-    vLLM gives every attention its rank's share of the heads, so all of them have to be split. It looks names up as
-    regular expressions from the left, so no name may match more than its own modules.
+    vLLM gives every attention its rank's share of the heads, so all of them have to be split, those of keys and values
+    too. It looks names up as regular expressions from the left, so no name may match more than its own modules.
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise NotExportable(
@@ -236,6 +236,12 @@ def vllm_plan(model: Any, choice: Choice, generic: Callable[[str], str]) -> dict
                 f"vLLM gives every attention its rank's share of the heads, and {where} cannot be split so"
                 + (f": {why}" if why else "")
             )
+    shared = getattr(model.config.get_text_config(), "num_key_value_heads", None)
+    if attentions and isinstance(shared, int) and shared % ranks:
+        raise NotExportable(
+            f"vLLM gives every attention its rank's share of the heads, and those of keys and values of "
+            f"{next(iter(attentions))} are {shared}, which cannot be shared out over {ranks} ranks"
+        )
     plan = {p.removeprefix(prefix): _VLLM[way] for p, way in choice.ways.items() if p.startswith(prefix)}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or not name.startswith(prefix):

@@ -156,13 +156,15 @@ def test_what_a_shipped_plan_splits_is_named(llama: Any) -> None:
 
 def test_vllm_needs_split_attention(llama: Any) -> None:
     with pytest.raises(NotExportable, match=r"model.layers.\*.self_attn"):
-        vllm_plan(llama, Choice(dict(MLP), {}), generic)
+        vllm_plan(llama, Choice(dict(MLP), {}), generic, 2)
     attention = {f"model.layers.*.self_attn.{x}_proj": "column" for x in "qkv"}
     attention["model.layers.*.self_attn.o_proj"] = "row"
-    plan = vllm_plan(llama, Choice({**MLP, **attention}, {}), generic)
+    plan = vllm_plan(llama, Choice({**MLP, **attention}, {}), generic, 2)
     assert plan["layers.*.self_attn.o_proj"] == "rowwise" and set(plan.values()) == {"colwise", "rowwise"}
     with pytest.raises(NotExportable, match="from the left"):
-        vllm_plan(llama, Choice({**attention, "model.layers.*.mlp.gate": "column"}, {}), generic)
+        vllm_plan(llama, Choice({**attention, "model.layers.*.mlp.gate": "column"}, {}), generic, 2)
+    with pytest.raises(NotExportable, match=r"keys and values of model.layers.\*.self_attn are \d+, .* over 16 ranks"):
+        vllm_plan(llama, Choice({**MLP, **attention}, {}), generic, 16)
 
 
 def test_torch_source_runs() -> None:
