@@ -1,7 +1,7 @@
 """One contender, on every rank: ``python measure.py CONTENDER FOLDER PART``, started by `turns`.
 
 PART is ``generation`` or ``training``: each in processes of its own, for the memory of one not to count for the other.
-Memory is watched while the model comes up and in its first turn, which is not timed.
+Memory is watched while the model comes up and in its first turns, which are not timed: looking takes time, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from contenders import ALONE, CONTENDERS
 from turns import Player
 
 PROMPT, TOKENS = 512, 24
+WATCHED = 4
+"""Turns in which memory is watched: what the first ones leave behind makes the next ones need more."""
 
 
 def main(name: str, folder: str, part: str) -> None:
@@ -50,7 +52,8 @@ def play(player: Player, name: str, folder: str, part: str) -> None:
     turn = Training(model, device) if part == "training" else Generation(model, device)
     first = turn()
     result["first"] = first["training" if part == "training" else "prefill"]
-    turn()
+    for _ in range(WATCHED - 1):
+        turn()
     if part == "generation":
         result.setdefault("collectives", collectives(model, device))
     result[f"memory_{part}"] = memory.stop() + mapped(model) / 2**20
