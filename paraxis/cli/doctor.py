@@ -63,7 +63,9 @@ def packages() -> list[Finding]:
         try:
             found.append(Finding(name, version(name)))
         except PackageNotFoundError:
-            if name in NEEDED:
+            if name == "paraxis":  # which runs, as can be seen
+                found.append(Finding(name, "not installed, run from its folder", WARNING, "pip install ."))
+            elif name in NEEDED:
                 found.append(Finding(name, "missing", BAD, f"pip install {name}"))
     try:
         from paraxis.weights.hub import check_transformers_version
