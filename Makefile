@@ -74,7 +74,7 @@ exports: venv
 	cd tests && ../$(BIN)/python -m zoo.exports --state ../build/exports.jsonl --page ../docs/results/exports.md \
 		$(if $(ONLY),--only '$(ONLY)')
 
-# Side by side with transformers' tensor parallelism and others; about a quarter of an hour. `make bench SHAPES=llama`.
+# Side by side with transformers' tensor parallelism and others; about half an hour. `make bench SHAPES=llama`.
 SHAPES ?= llama,gpt2,mixtral
 bench: venv
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'

@@ -54,7 +54,7 @@ class Caller:
         finally:
             contender.call("end")
             for process in ranks:
-                if "error" in contender.result:
+                if contender.failed:  # its other ranks may wait for one that is gone
                     process.kill()
                 process.wait()
 
@@ -65,6 +65,7 @@ class Contender:
     def __init__(self, store: TCPStore, key: str) -> None:
         self.store, self.key, self.turns = store, key, 0
         self.result: dict[str, Any] = {}
+        self.failed = False
 
     def turn(self) -> dict[str, Any]:
         self.call("go")
@@ -77,7 +78,9 @@ class Contender:
     def answer(self) -> dict[str, Any]:
         key = f"{self.key}/answer {self.turns}"
         self.store.wait([key], PATIENCE)
-        return dict(json.loads(self.store.get(key)))
+        found = dict(json.loads(self.store.get(key)))
+        self.failed = "error" in found
+        return found
 
 
 def free_port() -> int:

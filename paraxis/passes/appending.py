@@ -122,7 +122,8 @@ def _append_rows(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     length = before + count
     memory = getattr(past.untyped_storage(), "memory", None) if before else None
     if memory is not None and memory.filled == before and _rows(before) == _rows(length):
-        if past.storage_offset() == 0 and past.stride() == _strides(heads, before, features):
+        here = past.storage_offset() == 0 and past.dtype == new.dtype
+        if here and past.stride() == _strides(heads, before, features):
             result: torch.Tensor = memory.tensor(new, length)
             result.narrow(2, before, count).copy_(new)
             return result

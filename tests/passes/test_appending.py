@@ -102,3 +102,5 @@ def test_half_precision() -> None:
     new = rows(1).bfloat16()
     found = torch.ops.paraxis.append_rows(start, new)
     assert found.data_ptr() == start.data_ptr() and torch.equal(found, torch.cat([start, new], 2))
+    other = torch.ops.paraxis.append_rows(found, new.float())
+    assert other.data_ptr() != found.data_ptr() and torch.equal(other, torch.cat([found.float(), new.float()], 2))
