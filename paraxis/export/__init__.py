@@ -21,6 +21,7 @@ from paraxis.meta import tied_names
 from .candidates import Candidates, find_candidates, generic
 from .choose import Check, Choice, choose, choose_alone, fits
 from .layers import failing_layers
+from .loading import cut_before_converted
 from .small import NotSmall, small_like
 from .styles import parse_cut
 from .targets import (
@@ -132,6 +133,8 @@ def export_plan(
     except CaptureError as error:
         raise NotExportable(f"{type(built).__name__} has no plan to export: {error}") from error
     found = restricted(find_candidates(built, plan), target)
+    if target == "transformers":
+        found.drop(cut_before_converted(built))
     choice = _chosen(built, found, tp_size, verify)
     export = Export(
         target,

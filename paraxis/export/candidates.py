@@ -60,8 +60,11 @@ class Candidates:
         """Leave the groups whole that have one of these modules."""
         for group in [g for g in self.groups if set(g.ways) & set(reasons)]:
             self.groups.remove(group)
-            why = "; ".join(f"{p}: {reasons[p]}" for p in group.ways if p in reasons)
-            shared = f"shares its weight with what stays whole ({why})"
+            named: dict[str, list[str]] = {}
+            for pattern in (p for p in group.ways if p in reasons):
+                named.setdefault(reasons[pattern], []).append(pattern)
+            why = "; ".join(f"{', '.join(patterns)}: {reason}" for reason, patterns in named.items())
+            shared = f"goes with what stays whole ({why})"
             for pattern, way in group.ways.items():
                 if pattern in reasons or pattern not in group.instead:
                     self.whole[pattern] = reasons.get(pattern, shared)

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from zoo.cases import find
 
 from paraxis.export.candidates import Candidates, Group, find_candidates, generic
 from paraxis.export.choose import Choice
+from paraxis.export.loading import cut_before_converted
 from paraxis.export.targets import (
     NotExportable,
     matches,
@@ -173,3 +175,24 @@ def test_torch_source_runs() -> None:
     exec(compile(source, "plan.py", "exec"), exported)
     assert set(exported["PLAN"]) == {"a.*.b"} and callable(exported["parallelize"])
     assert matches("a.*.b", "a.10.b") and not matches("a.*.b", "a.1.c.b")
+
+
+def test_cut_before_converted() -> None:
+    """Parameters that checkpoints hold in one tensor stay whole for transformers, which would cut that tensor."""
+    assert not cut_before_converted(find("llama").make())
+    pytest.importorskip("transformers.models.hrm_text")
+    model = find("hrm_text").make()
+    found = cut_before_converted(model)
+    assert "attn.gqkv_proj.weight" in found["model.L_module.layers.*.self_attn.k_proj"]
+    assert "model.L_module.layers.*.self_attn.o_proj" not in found and "lm_head" not in found
+    groups = [
+        Group(
+            "mlp",
+            {f"model.H_module.layers.*.mlp.{name}_proj": way for name, way in (("up", "column"), ("down", "row"))},
+            instead={"model.H_module.layers.*.mlp.down_proj": "row-split"},
+        )
+    ]
+    candidates = Candidates(groups)
+    candidates.drop(found)
+    assert list(candidates.whole) == ["model.H_module.layers.*.mlp.up_proj"]
+    assert [group.ways for group in candidates.groups] == [{"model.H_module.layers.*.mlp.down_proj": "row-split"}]

@@ -100,6 +100,7 @@ def test_wrong_use() -> None:
         "mamba",
         "deepseek_v3",
         "gpt_oss",
+        "hrm_text",
     ],
 )
 def test_sizes_and_ranks(name: str, world: int, tmp_path: Path, ranks: Ranks) -> None:
