@@ -81,7 +81,7 @@ def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
         if key == "tokens":
             result[key] = values[-1]
         else:
-            result[key] = median(itertools.chain.from_iterable(values) if key == "decode" else values)
+            result[key] = median(itertools.chain.from_iterable(values) if isinstance(values[0], list) else values)
     return result
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from contenders import ALONE, CONTENDERS
 from turns import Player
 
-PROMPT, TOKENS = 512, 24
+PROMPT, PROMPTS, TOKENS = 512, 2, 24
 WATCHED = 4
 """Turns in which memory is watched: what the first ones leave behind makes the next ones need more."""
 
@@ -51,13 +51,15 @@ def play(player: Player, name: str, folder: str, part: str) -> None:
     result |= getattr(model, "known", {})
     turn = Training(model, device) if part == "training" else Generation(model, device)
     first = turn()
-    result["first"] = first["training" if part == "training" else "prefill"]
+    result["first"] = first["training"] if part == "training" else first["prefill"][0]
     for _ in range(WATCHED - 1):
         turn()
     if part == "generation":
         result.setdefault("collectives", collectives(model, device))
     result[f"memory_{part}"] = memory.stop() + mapped(model) / 2**20
     while player.answer(result):
+        if not alone:
+            dist.barrier()  # ranks do not wake up at the same moment
         result = turn()
     if not alone:
         dist.barrier()
@@ -121,14 +123,17 @@ class Generation:
     def __call__(self) -> dict[str, Any]:
         from transformers import DynamicCache
 
-        cache = DynamicCache(config=self.model.config)
-        prefill, token = timed(self.device, lambda: self.next_token(self.ids, cache))
+        prefills: list[float] = []
+        for _ in range(PROMPTS):
+            cache = DynamicCache(config=self.model.config)
+            took, token = timed(self.device, lambda c=cache: self.next_token(self.ids, c))
+            prefills.append(took)
         seconds, tokens = [], []
         for _ in range(TOKENS):
             took, token = timed(self.device, lambda t=token: self.next_token(t, cache))
             seconds.append(took)
             tokens.append(int(token))
-        return {"prefill": prefill, "decode": seconds, "tokens": tokens}
+        return {"prefill": prefills, "decode": seconds, "tokens": tokens}
 
     def next_token(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
         logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits

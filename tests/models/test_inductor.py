@@ -108,7 +108,7 @@ def generated(folder: str) -> dict[str, Any]:
         "tokens": tokens[0] == tokens[1] and beams[0] == beams[1],
         "off": max(float((a - b).abs().max()) for k in (0, 2) for a, b in zip(answers[k], answers[k + 1], strict=True)),
         "in memory": "paraxis::host_all_reduce" in names and not any(n.startswith("c10d::") for n in names),
-        "in place": "paraxis::append_rows" in names,
+        "in place": not names.isdisjoint({"paraxis::append_rows", "paraxis::attend_appended"}),
     }
 
 

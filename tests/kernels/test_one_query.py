@@ -1,0 +1,138 @@
+"""Attention of one query on a cache that grows, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+from torch.nn.functional import scaled_dot_product_attention
+
+from paraxis.kernels.one_query import kernel
+from paraxis.passes.appending import attend_where_it_grows
+from paraxis.passes.rewrite import named
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.skipif(kernel() is None, reason="there is no compiler")
+
+
+def given(batch: int, heads: int, groups: int, features: int, strided: bool = False) -> list[torch.Tensor]:
+    """A query, a new key and a new value."""
+    several = [torch.randn(batch, n, 1, features) for n in (heads * groups, heads, heads)]
+    if not strided:
+        return several
+    together = torch.cat([x.transpose(1, 2).flatten(2) for x in several], 2)  # as one projection gives them
+    parts = together.split([x.shape[1] * features for x in several], 2)
+    return [part.unflatten(2, (-1, features)).transpose(1, 2) for part in parts]
+
+
+def right(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    whole = [x.double() for x in (query, keys, values)]
+    return scaled_dot_product_attention(*whole, scale=scale, enable_gqa=True)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "heads", "groups", "features"),
+    [(1, 8, 1, 64), (2, 3, 2, 80), (3, 1, 4, 128), (1, 2, 1, 8), (1, 2, 3, 264)],
+)
+def test_like_torch(batch: int, heads: int, groups: int, features: int, strided: bool) -> None:
+    """Over more than one memory of the cache, and with scores so far apart that some weigh nothing."""
+    keys = values = torch.tensor([])
+    whole = [torch.empty(batch, heads, 0, features) for _ in range(2)]
+    torch.manual_seed(0)
+    for step in range(300):
+        query, key, value = given(batch, heads, groups, features, strided)
+        query = query * (30 if step % 7 == 0 else 1)
+        told = torch.ops.paraxis.attend_appended(*(x.to("meta") for x in (query, keys, values, key, value)), 0.3)
+        found, keys, values = torch.ops.paraxis.attend_appended(query, keys, values, key, value, 0.3)
+        whole = [torch.cat([past, new], 2) for past, new in zip(whole, (key, value), strict=True)]
+        assert torch.equal(keys, whole[0]) and torch.equal(values, whole[1])
+        assert [(x.shape, x.stride()) for x in (found, keys, values)] == [(x.shape, x.stride()) for x in told]
+        if step in (0, 1, 2, 6, 63, 64, 70, 127, 128, 140, 299):
+            scores = 0.3 * query @ whole[0].repeat_interleave(groups, 1).transpose(2, 3)
+            rounding = 2**-23 * float(scores.abs().max() * whole[1].abs().max())  # what the last bit of a score makes
+            off = float((found - right(query, *whole, 0.3)).abs().max())
+            assert off <= 1e-6 + rounding, f"off by {off}"
+
+
+def test_other_caches() -> None:
+    """Two continuations of one cache; a cache in half precision; lengths that do not go together."""
+    query, key, value = given(1, 2, 2, 16)
+    _, keys, values = torch.ops.paraxis.attend_appended(query, torch.tensor([]), torch.tensor([]), key, value, 1.0)
+    again = [torch.ops.paraxis.attend_appended(query, keys, values, new, value, 1.0) for new in (key + 1, key - 1)]
+    for (found, longer, _), new in zip(again, (key + 1, key - 1), strict=True):
+        assert torch.equal(longer, torch.cat([key, new], 2))
+        expected = right(query, longer, torch.cat([value, value], 2), 1.0)
+        torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
+    half = [x.bfloat16() for x in (keys, values)]
+    found, longer, _ = torch.ops.paraxis.attend_appended(query, *half, key, value, 1.0)
+    assert torch.equal(longer, torch.cat([half[0].float(), key], 2))
+    with pytest.raises(RuntimeError, match="keys of shape"):
+        torch.ops.paraxis.attend_appended(query, again[0][1], values, key, value, 1.0)
+
+
+def program(queries: int = 1, masked: bool = False, early: bool = False, causal: bool = False) -> GraphModule:
+    """Attention of two query heads for each of two heads that a cache has, as captured."""
+    graph = Graph()
+    values = {
+        "query": torch.empty(1, 4, queries, 16),
+        "keys": torch.empty(1, 2, 5, 16),
+        "values": torch.empty(1, 2, 5, 16),
+        "key": torch.empty(1, 2, queries, 16),
+        "value": torch.empty(1, 2, queries, 16),
+    }
+    nodes: dict[str, Any] = {}
+    for name, value in values.items():
+        nodes[name] = graph.placeholder(name)
+        nodes[name].meta["val"] = value
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+        node = graph.call_function(target, args, kwargs)
+        plain = [x.meta["val"] if hasattr(x, "meta") else x for x in args]
+        node.meta["val"] = target(*plain, **{k: v for k, v in kwargs.items() if k != "attn_mask"})
+        return node
+
+    grown = [
+        call(torch.ops.paraxis.append_rows.default, nodes[a], nodes[b])
+        for a, b in (("keys", "key"), ("values", "value"))
+    ]
+    length = 5 + queries
+    kept = [call(named(lambda x: x, "keep_sharded"), grown[0])] if early else []
+    repeated = [
+        call(
+            aten.reshape.default,
+            call(aten.expand.default, call(aten.unsqueeze.default, x, 2), [1, 2, 2, length, 16]),
+            [1, 4, length, 16],
+        )
+        for x in grown
+    ]
+    mask = graph.placeholder("mask") if masked else None
+    options = {"attn_mask": mask} if masked else {"is_causal": causal}
+    attended = call(aten.scaled_dot_product_attention.default, nodes["query"], *repeated, **options)
+    kept += [call(named(lambda x: x, "keep_sharded"), x) for x in (grown[1:] if early else grown)]
+    graph.output((attended, *kept))
+    return GraphModule({}, graph)
+
+
+def test_put_in_place() -> None:
+    module = program()
+    inputs = [torch.randn(1, n, k, 16) for n, k in ((4, 1), (2, 5), (2, 5), (2, 1), (2, 1))]
+    expected = module(*inputs)
+    assert attend_where_it_grows(module) == 1
+    module.graph.lint()
+    names = {str(node.target) for node in module.graph.nodes}
+    assert "paraxis.attend_appended.default" in names and not any(
+        "scaled_dot" in n or "append_rows" in n for n in names
+    )
+    for found, before in zip(module(*inputs), expected, strict=True):
+        torch.testing.assert_close(found, before)
+
+
+@pytest.mark.parametrize("other", [{"queries": 2}, {"masked": True}, {"early": True}, {"causal": True}])
+def test_what_is_not_that_stays(other: dict[str, Any]) -> None:
+    """Several queries, a mask, a cache that is needed before its attention, a query that sees the first row only."""
+    module = program(**other)
+    assert attend_where_it_grows(module) == 0
+    module.graph.lint()
