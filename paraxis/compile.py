@@ -33,7 +33,8 @@ from .distributed.collectives import meet
 from .freed import give_back
 from .inductor import compile_local, options_of
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
-from .passes.appending import attend_where_it_grows, grow_in_place
+from .passes.appending import grow_in_place
+from .passes.attending import attend_to_prompts, attend_where_it_grows
 from .passes.experts import experts_in_turn
 from .passes.recompute import recompute
 from .passes.replace import finish_plan, place_unused
@@ -69,10 +70,12 @@ def parallelize_backend(
         shorten(local)
     if not torch.is_grad_enabled() and (config.compile is None or ctx.current_device.type == "cpu"):
         grow_in_place(local, compiled=config.compile is not None)
-        if config.compile is not None:
+    if not torch.is_grad_enabled() and ctx.current_device.type == "cpu":
+        attend_to_prompts(local)
+        if config.compile is None:
+            experts_in_turn(local)
+        else:
             attend_where_it_grows(local)
-    if not torch.is_grad_enabled() and config.compile is None and ctx.current_device.type == "cpu":
-        experts_in_turn(local)
     if splits(ctx, config):
         gather_when_used(local.graph)
         local.recompile()

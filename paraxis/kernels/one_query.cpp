@@ -3,55 +3,10 @@
 // All there is to it is to read the cache once, as fast as memory gives it. Keys and values of a head lie together, row
 // after row; they are taken in tiles that stay in the first cache while all query heads of that head use them.
 
-#if defined(__clang__)
-#pragma clang fp contract(fast)  // products are not rounded before they are added
-#else
-#pragma GCC optimize("fp-contract=fast")
-#endif
-
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
 namespace {
 
-constexpr int64_t LANES = 8, LINE = 16, AHEAD = 1024;  // floats of a vector, of a cache line, to ask for before
-constexpr int64_t TILE = 64, WIDE = 8;                 // rows of a tile, vectors of a pass over values
-
-typedef float Floats __attribute__((vector_size(LANES * sizeof(float))));
-typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(float))));
-
-inline Floats load(const float* from) {
-    Floats value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
-
-inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
-
-inline float total(Floats value) {
-    return ((value[0] + value[4]) + (value[2] + value[6])) + ((value[1] + value[5]) + (value[3] + value[7]));
-}
-
-// e^x for x <= 0: a power of two, put together bit by bit, times a series on half a logarithm of two to either side.
-inline Floats exponential(Floats x) {
-    const float lowest = -87.0f;
-    x = x < lowest ? Floats{} + lowest : x;
-    const Floats shifted = x * 1.44269504088896341f + 12582912.0f;  // rounds: what is added is 1.5 * 2^23
-    const Floats whole = shifted - 12582912.0f;
-    const Floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    Floats series = Floats{} + 1.0f / 5040;
-    series = series * rest + 1.0f / 720;
-    series = series * rest + 1.0f / 120;
-    series = series * rest + 1.0f / 24;
-    series = series * rest + 1.0f / 6;
-    series = series * rest + 0.5f;
-    series = series * rest * rest + rest + 1.0f;
-    const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
-    Floats scale;
-    std::memcpy(&scale, &power, sizeof scale);
-    return series * scale;
-}
+constexpr int64_t LINE = 16, AHEAD = 1024;  // floats of a cache line, and how many of them to ask for before
+constexpr int64_t TILE = 64, WIDE = 8;      // rows of a tile, vectors of a pass over values
 
 // Ask for what is needed soon: the processor by itself does not look beyond a page, and rows go on.
 inline void ahead(const float* from, int64_t count) {
@@ -120,41 +75,44 @@ void mix(const float* weights, const float* values, float* out, int64_t rows, in
 
 struct Call {
     const float *query, *new_keys, *new_values;
-    float *keys, *values, *out, *scores;  // scores: room for one per query head of a key head and row
-    int64_t batch, heads, groups, length, features;  // heads of keys, queries for each, rows with the new one
+    float *keys, *values, *out, *scores;  // scores: of every thread, one per query of a head and row
+    int64_t threads, batch, heads, groups, length, features;  // heads of keys, queries for each, rows with the new one
     int64_t query_batch, query_head, keys_batch, keys_head, values_batch, values_head;  // strides, of query and new rows
     int64_t cache_batch, cache_head;                                                    // and of both caches
     double scale;
 };
 
+// One head of the cache, with its queries.
+void attend_head(const Call& c, int64_t b, int64_t h, float* scores) {
+    float* keys = c.keys + b * c.cache_batch + h * c.cache_head;
+    float* values = c.values + b * c.cache_batch + h * c.cache_head;
+    const size_t row = c.features * sizeof(float);
+    std::memcpy(keys + (c.length - 1) * c.features, c.new_keys + b * c.keys_batch + h * c.keys_head, row);
+    std::memcpy(values + (c.length - 1) * c.features, c.new_values + b * c.values_batch + h * c.values_head, row);
+    const float* query = c.query + b * c.query_batch + h * c.groups * c.query_head;
+    for (int64_t at = 0; at < c.length; at += TILE) {
+        const int64_t rows = c.length - at < TILE ? c.length - at : TILE;
+        for (int64_t g = 0; g < c.groups; ++g)
+            products(query + g * c.query_head, keys + at * c.features, scores + g * c.length + at, rows, c.features,
+                     static_cast<float>(c.scale));
+    }
+    float* out = c.out + (b * c.heads + h) * c.groups * c.features;
+    std::memset(out, 0, c.groups * row);
+    for (int64_t g = 0; g < c.groups; ++g) {
+        float* weights = scores + g * c.length;
+        const float share = 1.0f / weigh(weights, c.length);
+        for (int64_t i = 0; i < c.length; ++i) weights[i] *= share;
+    }
+    for (int64_t at = 0; at < c.length; at += TILE) {
+        const int64_t rows = c.length - at < TILE ? c.length - at : TILE;
+        for (int64_t g = 0; g < c.groups; ++g)
+            mix(scores + g * c.length + at, values + at * c.features, out + g * c.features, rows, c.features);
+    }
+}
+
 extern "C" void attend(const Call* call) {
     const Call& c = *call;
-    for (int64_t b = 0; b < c.batch; ++b) {
-        for (int64_t h = 0; h < c.heads; ++h) {
-            float* keys = c.keys + b * c.cache_batch + h * c.cache_head;
-            float* values = c.values + b * c.cache_batch + h * c.cache_head;
-            const size_t row = c.features * sizeof(float);
-            std::memcpy(keys + (c.length - 1) * c.features, c.new_keys + b * c.keys_batch + h * c.keys_head, row);
-            std::memcpy(values + (c.length - 1) * c.features, c.new_values + b * c.values_batch + h * c.values_head, row);
-            const float* query = c.query + b * c.query_batch + h * c.groups * c.query_head;
-            for (int64_t at = 0; at < c.length; at += TILE) {
-                const int64_t rows = c.length - at < TILE ? c.length - at : TILE;
-                for (int64_t g = 0; g < c.groups; ++g)
-                    products(query + g * c.query_head, keys + at * c.features, c.scores + g * c.length + at, rows,
-                             c.features, static_cast<float>(c.scale));
-            }
-            float* out = c.out + (b * c.heads + h) * c.groups * c.features;
-            std::memset(out, 0, c.groups * row);
-            for (int64_t g = 0; g < c.groups; ++g) {
-                float* weights = c.scores + g * c.length;
-                const float share = 1.0f / weigh(weights, c.length);
-                for (int64_t i = 0; i < c.length; ++i) weights[i] *= share;
-            }
-            for (int64_t at = 0; at < c.length; at += TILE) {
-                const int64_t rows = c.length - at < TILE ? c.length - at : TILE;
-                for (int64_t g = 0; g < c.groups; ++g)
-                    mix(c.scores + g * c.length + at, values + at * c.features, out + g * c.features, rows, c.features);
-            }
-        }
-    }
+#pragma omp parallel for num_threads(c.threads) if (c.threads > 1)
+    for (int64_t i = 0; i < c.batch * c.heads; ++i)
+        attend_head(c, i / c.heads, i % c.heads, c.scores + omp_get_thread_num() * c.groups * c.length);
 }

@@ -1,4 +1,4 @@
-"""Attention of one query per sequence on a growing cache, on a CPU: a kernel in C++, built with Inductor's tools.
+"""Attention of one query per sequence on a growing cache, on a CPU.
 
 torch's own kernel is made for many queries. Of one it takes half as long again as reading the cache does, and the cache
 has to be extended before, by operators that take time of their own for every layer.
@@ -7,45 +7,17 @@ has to be extended before, by operators that take time of their own for every la
 from __future__ import annotations
 
 import ctypes
-import logging
-from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
-LANES = 8
-"""The kernel takes features by so many."""
+from .native import LANES, call_of, in_rows, kernel, pointers, strides, threads_for
 
-
-class _Call(ctypes.Structure):
-    """What the kernel is told, in the order of its own structure."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("query", "new_keys", "new_values", "keys", "values", "out", "scores")),
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "groups", "length", "features")),
-        *(
-            (f"{name}_batch" if i == 0 else f"{name}_head", ctypes.c_int64)
-            for name in ("query", "keys", "values", "cache")
-            for i in (0, 1)
-        ),
-        ("scale", ctypes.c_double),
-    ]
-
-
-@cache
-def kernel() -> Any:
-    """The kernel, built where no process of this machine has before; None where that cannot be done."""
-    from torch._inductor.codecache import CppCodeCache
-
-    try:
-        source = Path(__file__).with_suffix(".cpp").read_text()
-        function = CppCodeCache.load(source).attend
-    except Exception as error:  # no compiler, or one that does not know vectors
-        logging.getLogger("paraxis").info("attention of one query is left to torch: %s", error)
-        return None
-    function.argtypes, function.restype = [ctypes.POINTER(_Call)], None
-    return function
+_Call = call_of(
+    "query new_keys new_values keys values out scores",
+    "threads batch heads groups length features query_batch query_head keys_batch keys_head values_batch values_head "
+    "cache_batch cache_head",
+)
 
 
 def fits(query: torch.Tensor, new: torch.Tensor) -> bool:
@@ -69,11 +41,15 @@ def attend_last(
     if keys.shape != values.shape:
         raise RuntimeError(f"there are keys of shape {tuple(keys.shape)} and values of shape {tuple(values.shape)}")
     batch, heads, length, features = keys.shape
-    groups = query.shape[1] // heads
-    out = torch.empty(query.shape)
-    scores = torch.empty(groups * length)
-    given = [x if x.stride(3) == 1 else x.contiguous() for x in (query, new_keys, new_values)]
-    strides = [x.stride(i) for x in (*given, keys) for i in (0, 1)]
-    memory = [x.data_ptr() for x in (*given, keys, values, out, scores)]
-    kernel()(_Call(*memory, batch, heads, groups, length, features, *strides, scale))
+    groups, threads = query.shape[1] // heads, threads_for(batch * heads)
+    function = kernel("one_query") if threads else None
+    if function is None:
+        for cache, new in ((keys, new_keys), (values, new_values)):
+            cache.narrow(2, length - 1, 1).copy_(new)
+        attended = scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=groups > 1)
+        return attended.contiguous()
+    out, scores = torch.empty(query.shape), torch.empty(threads * groups * length)
+    given = in_rows((query, new_keys, new_values))
+    sizes = (threads, batch, heads, groups, length, features, *strides((*given, keys), 2))
+    function(ctypes.byref(_Call(*pointers((*given, keys, values, out, scores)), *sizes, scale)))
     return out

@@ -8,15 +8,13 @@ what it was: only memory behind it is written, and only by the first that extend
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..kernels.one_query import attend_last, fits, kernel
+from ..kernels.one_query import attend_last
 from ..sharded import unwrap
-from .grouped import argument, is_impure, unrepeated
 
 aten = torch.ops.aten
 LEAST = 64
@@ -45,69 +43,6 @@ def grow_in_place(module: GraphModule, compiled: bool = False) -> int:
     if count:
         module.recompile()
     return count
-
-
-def attend_where_it_grows(module: GraphModule) -> int:
-    """Let attention of one query on caches that an operator extends be one operator with that; how many times."""
-    graph = module.graph
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    count = 0
-    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        keys, values = _extended(node.args[1]), _extended(node.args[2])
-        if keys is None or values is None or keys is values or not _is_plain(node, keys, values):
-            continue
-        users = {cache: [user for user in cache.users if _leads_elsewhere(user, node)] for cache in (keys, values)}
-        if any(order[user] < order[node] for several in users.values() for user in several):
-            continue
-        users[node] = list(node.users)
-        scale = argument(node, 6, "scale", None)
-        query, features = node.args[0], keys.meta["val"].shape[3]
-        given = (query, keys.args[0], values.args[0], keys.args[1], values.args[1])
-        with graph.inserting_before(node):
-            both = graph.call_function(
-                torch.ops.paraxis.attend_appended.default, (*given, features**-0.5 if scale is None else float(scale))
-            )
-            both.meta["val"] = tuple(x.meta["val"] for x in (node, keys, values))
-            results = [graph.call_function(operator.getitem, (both, i)) for i in range(3)]
-        for old, result in zip((node, keys, values), results, strict=True):
-            result.meta = dict(old.meta)
-            for user in users[old]:
-                user.replace_input_with(old, result)
-        graph.erase_node(node)
-        count += 1
-    if count:
-        graph.eliminate_dead_code(is_impure_node=is_impure)
-        module.recompile()
-    return count
-
-
-def _extended(node: Any) -> Node | None:
-    """The operator that extends the keys or values of an attention; they may be repeated for several queries."""
-    repeated = unrepeated(node)
-    node = repeated[0] if repeated is not None else node
-    return node if isinstance(node, Node) and node.target is torch.ops.paraxis.append_rows.default else None
-
-
-def _is_plain(node: Node, keys: Node, values: Node) -> bool:
-    """Whether the kernel computes this: one query, which sees all rows."""
-    if isinstance(argument(node, 3, "attn_mask", None), Node) or argument(node, 4, "dropout_p", 0.0):
-        return False
-    scale = argument(node, 6, "scale", None)
-    if argument(node, 5, "is_causal", False) or not isinstance(scale, (int, float, type(None))):
-        return False
-    query: Any = node.args[0]
-    given: tuple[Any, ...] = (query, keys.args[1], values.args[1])
-    found: list[Any] = [x.meta.get("val") if isinstance(x, Node) else None for x in given]
-    if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in found) or found[1].shape != found[2].shape:
-        return False
-    return fits(found[0], found[1]) and kernel() is not None
-
-
-def _leads_elsewhere(user: Node, attention: Node) -> bool:
-    """Whether somebody else than this attention uses what a node gives."""
-    if user is attention:
-        return False
-    return not user.users or any(_leads_elsewhere(other, attention) for other in user.users)
 
 
 def _is_kept(node: Node) -> bool:

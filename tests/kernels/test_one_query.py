@@ -9,12 +9,12 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
-from paraxis.kernels.one_query import kernel
-from paraxis.passes.appending import attend_where_it_grows
+from paraxis.kernels.native import kernel
+from paraxis.passes.attending import attend_where_it_grows
 from paraxis.passes.rewrite import named
 
 aten = torch.ops.aten
-pytestmark = pytest.mark.skipif(kernel() is None, reason="there is no compiler")
+pytestmark = pytest.mark.skipif(kernel("one_query") is None, reason="there is no compiler")
 
 
 def given(batch: int, heads: int, groups: int, features: int, strided: bool = False) -> list[torch.Tensor]:

@@ -1,0 +1,108 @@
+"""Our own kernels for attention on a CPU, put where they compute what torch's would."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..kernels import causal, one_query
+from ..kernels.native import kernel
+from .grouped import argument, is_impure, unrepeated
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def attend_to_prompts(module: GraphModule) -> int:
+    """Let attention where every query sees the rows up to its own be done by our kernel; how many times."""
+    graph = module.graph
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        shared = [(unrepeated(x) or (x, 1))[0] for x in node.args[1:3]]
+        given = [node.args[0], *shared]
+        found: list[Any] = [x.meta.get("val") if isinstance(x, Node) else None for x in given]
+        if not _is_exact(node, causal=True) or not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in found):
+            continue
+        if not causal.fits(*found):
+            continue
+        with graph.inserting_before(node):
+            result = graph.call_function(torch.ops.paraxis.attend_causal.default, (*given, _scale(node)))
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        graph.erase_node(node)
+        count += 1
+    if count:
+        graph.eliminate_dead_code(is_impure_node=is_impure)
+        module.recompile()
+    return count
+
+
+def attend_where_it_grows(module: GraphModule) -> int:
+    """Let attention of one query on caches that an operator extends be one operator with that; how many times."""
+    graph = module.graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    count = 0
+    for node in graph.find_nodes(op="call_function", target=ATTENTION):
+        keys, values = _extended(node.args[1]), _extended(node.args[2])
+        if keys is None or values is None or keys is values or not _is_plain(node, keys, values):
+            continue
+        users = {cache: [user for user in cache.users if _leads_elsewhere(user, node)] for cache in (keys, values)}
+        if any(order[user] < order[node] for several in users.values() for user in several):
+            continue
+        users[node] = list(node.users)
+        given = (node.args[0], keys.args[0], values.args[0], keys.args[1], values.args[1])
+        with graph.inserting_before(node):
+            both = graph.call_function(torch.ops.paraxis.attend_appended.default, (*given, _scale(node)))
+            both.meta["val"] = tuple(x.meta["val"] for x in (node, keys, values))
+            results = [graph.call_function(operator.getitem, (both, i)) for i in range(3)]
+        for old, result in zip((node, keys, values), results, strict=True):
+            result.meta = dict(old.meta)
+            for user in users[old]:
+                user.replace_input_with(old, result)
+        graph.erase_node(node)
+        count += 1
+    if count:
+        graph.eliminate_dead_code(is_impure_node=is_impure)
+        module.recompile()
+    return count
+
+
+def _extended(node: Any) -> Node | None:
+    """The operator that extends the keys or values of an attention; they may be repeated for several queries."""
+    repeated = unrepeated(node)
+    node = repeated[0] if repeated is not None else node
+    return node if isinstance(node, Node) and node.target is torch.ops.paraxis.append_rows.default else None
+
+
+def _is_plain(node: Node, keys: Node, values: Node) -> bool:
+    """Whether the kernel computes this: one query, which sees all rows."""
+    if not _is_exact(node, causal=False):
+        return False
+    query: Any = node.args[0]
+    given: tuple[Any, ...] = (query, keys.args[1], values.args[1])
+    found: list[Any] = [x.meta.get("val") if isinstance(x, Node) else None for x in given]
+    if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in found) or found[1].shape != found[2].shape:
+        return False
+    return one_query.fits(found[0], found[1]) and kernel("one_query") is not None
+
+
+def _leads_elsewhere(user: Node, attention: Node) -> bool:
+    """Whether somebody else than this attention uses what a node gives."""
+    if user is attention:
+        return False
+    return not user.users or any(_leads_elsewhere(other, attention) for other in user.users)
+
+
+def _is_exact(node: Node, causal: bool) -> bool:
+    """Whether an attention is what kernels know: without a mask, dropout or a scale to be found out."""
+    if isinstance(argument(node, 3, "attn_mask", None), Node) or argument(node, 4, "dropout_p", 0.0):
+        return False
+    scale = node.kwargs.get("scale")
+    return bool(argument(node, 5, "is_causal", False)) is causal and isinstance(scale, (int, float, type(None)))
+
+
+def _scale(node: Node) -> float:
+    scale: Any = node.kwargs.get("scale")
+    return float(node.args[0].meta["val"].shape[3] ** -0.5 if scale is None else scale)  # type: ignore[union-attr]

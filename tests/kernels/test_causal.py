@@ -1,0 +1,99 @@
+"""Attention where every query sees the rows up to its own, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+from torch.nn.functional import scaled_dot_product_attention
+
+from paraxis.kernels.causal import LONGEST
+from paraxis.kernels.native import kernel
+from paraxis.passes.attending import attend_to_prompts
+
+aten = torch.ops.aten
+needs_compiler = pytest.mark.skipif(kernel("causal") is None, reason="there is no compiler")
+
+
+def given(batch: int, heads: int, groups: int, queries: int, length: int, features: int) -> list[torch.Tensor]:
+    """Query, keys and values as projections give them: heads side by side."""
+    torch.manual_seed(queries)
+    sizes = ((heads * groups, queries), (heads, length), (heads, length))
+    return [torch.randn(batch, rows, n, features).transpose(1, 2) for n, rows in sizes]
+
+
+def right(tensors: list[torch.Tensor], scale: float) -> torch.Tensor:
+    whole = [x.double() for x in tensors]
+    return scaled_dot_product_attention(*whole, is_causal=True, scale=scale, enable_gqa=True)
+
+
+@needs_compiler
+@pytest.mark.parametrize("queries", [1, 5, 6, 16, 17, 100, 512])
+@pytest.mark.parametrize(("batch", "heads", "groups", "features"), [(1, 4, 1, 64), (2, 3, 2, 80), (1, 1, 4, 8)])
+def test_like_torch(batch: int, heads: int, groups: int, queries: int, features: int) -> None:
+    tensors = given(batch, heads, groups, queries, queries, features)
+    for scale in (features**-0.5, 4.0):  # with the second some rows weigh nothing
+        found = torch.ops.paraxis.attend_causal(*tensors, scale)
+        told = torch.ops.paraxis.attend_causal(*(x.to("meta") for x in tensors), scale)
+        assert (found.shape, found.stride()) == (told.shape, told.stride())
+        rounding = 2**-23 * scale * 6 * features * float(tensors[2].abs().max())  # the last bit of a large score
+        assert float((found - right(tensors, scale)).abs().max()) <= 2e-6 + rounding
+
+
+@pytest.mark.parametrize(("queries", "length"), [(7, 30), (30, 7), (3, LONGEST + 5)])
+def test_other_lengths(queries: int, length: int) -> None:
+    """As torch counts them, from the first row; and what is left to torch."""
+    tensors = given(1, 2, 2, queries, length, 16)
+    found = torch.ops.paraxis.attend_causal(*tensors, 0.25)
+    torch.testing.assert_close(found.double(), right(tensors, 0.25), atol=2e-6, rtol=2e-6)
+
+
+@needs_compiler
+def test_relaid() -> None:
+    """Features that do not lie side by side, a cache with room behind it, several threads."""
+    query, keys, values = given(1, 4, 2, 40, 40, 32)
+    expected = right([query, keys, values], 0.2)
+    roomy = [torch.cat([x, torch.full_like(x, torch.nan)], 2)[:, :, :40] for x in (keys, values)]
+    scattered = query.transpose(2, 3).contiguous().transpose(2, 3)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 4, 5):
+            torch.set_num_threads(count)
+            found = torch.ops.paraxis.attend_causal(scattered, *roomy, 0.2)
+            torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "expected"),
+    [
+        ({"is_causal": True}, torch.float32, 1),
+        ({"is_causal": True, "scale": 0.5}, torch.float32, 1),
+        ({}, torch.float32, 0),
+        ({"is_causal": True, "dropout_p": 0.1}, torch.float32, 0),
+        ({"is_causal": True}, torch.bfloat16, 0),
+    ],
+)
+def test_put_in_place(options: dict[str, Any], dtype: torch.dtype, expected: int) -> None:
+    graph = Graph()
+    values = [x.to(dtype) for x in given(1, 2, 2, 9, 9, 16)]
+    nodes: list[Any] = [graph.placeholder(name) for name in ("query", "keys", "values")]
+    for node, value in zip(nodes, values, strict=True):
+        node.meta["val"] = value
+    repeated = nodes[:1]
+    for node in nodes[1:]:
+        apart = graph.call_function(
+            aten.expand.default, (graph.call_function(aten.unsqueeze.default, (node, 2)), [1, 2, 2, 9, 16])
+        )
+        repeated.append(graph.call_function(aten.reshape.default, (apart, [1, 4, 9, 16])))
+    result = graph.call_function(aten.scaled_dot_product_attention.default, tuple(repeated), options)
+    graph.output(result)
+    module = GraphModule({}, graph)
+    before = module(*values) if "dropout_p" not in options else None
+    assert attend_to_prompts(module) == expected
+    module.graph.lint()
+    if before is not None:
+        torch.testing.assert_close(module(*values), before)
