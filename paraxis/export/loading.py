@@ -40,5 +40,5 @@ def cut_before_converted(model: Any) -> dict[str, str]:
 
 def _as_regex(target: str) -> str:
     """A target of a conversion as an expression that finds the names it stands for, and at worst some more."""
-    literal = re.escape(target.strip("^$"))
+    literal = re.escape(target.strip("^$").lstrip("."))
     return r"(?:^|\.)" + re.sub(r"\\\\\d|\\\*", ".+", literal)

@@ -42,14 +42,15 @@ void weigh(float* scores, int64_t seen, int64_t room, float scale) {
     }
     float highest = high[0];
     for (int i = 1; i < LANES; ++i) highest = high[i] > highest ? high[i] : highest;
+    const float finite = highest == -INFINITY ? 0.0f : highest;  // where nothing weighs anything, the result is zero
     Floats sum = {};
     for (int64_t i = 0; i < room; i += LANES) {
-        const Floats weights = exponential((load(scores + i) - highest) * scale);
+        const Floats weights = exponential((load(scores + i) - finite) * scale);
         store(scores + i, weights);
         sum += weights;
     }
     for (int64_t i = seen; i < room; ++i) scores[i] = 0;
-    const float share = 1.0f / total(sum);
+    const float share = highest == -INFINITY ? 0.0f : 1.0f / total(sum);
     for (int64_t i = 0; i < room; i += LANES) store(scores + i, load(scores + i) * share);
 }
 

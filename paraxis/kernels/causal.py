@@ -32,7 +32,9 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     if not known or any(x.dtype != torch.float32 or not x.is_cpu for x in (query, keys, values)):
         return False
     alike = features == keys.shape[3] == values.shape[3] and keys.shape[1] == values.shape[1]
-    return alike and features % LANES == 0 and query.shape[1] % keys.shape[1] == 0
+    if not alike or not features or features % LANES or not keys.shape[1]:
+        return False
+    return query.shape[1] % keys.shape[1] == 0
 
 
 def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
@@ -40,14 +42,16 @@ def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     batch, heads, length, features = keys.shape
     queries, groups = query.shape[2], query.shape[1] // heads
     threads = threads_for(batch * heads) if length <= LONGEST else 0
-    function = kernel("causal") if threads and length and queries else None
-    out = torch.empty((batch, queries, heads * groups, features)).transpose(1, 2)
+    alike = query.shape[0] == batch and values.shape == keys.shape and query.shape[3] == features
+    function = kernel("causal") if threads and length and queries and alike else None
+    out = _like(query, keys, values, scale)
     if function is None:
         shared = groups > 1
-        attended = scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=shared)
-        return out.copy_(attended)
+        return out.copy_(
+            scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=shared)
+        )
     given = in_rows((query, keys, values))
-    room = torch.empty(threads * (length + SIDE) * (features + QUERIES))
+    room = query.new_empty(threads * (length + SIDE) * (features + QUERIES))
     sizes = (threads, batch, heads, groups, queries, length, features, *strides((*given, out), 3))
     function(ctypes.byref(_Call(*pointers((*given, out, room)), *sizes, scale)))
     return out

@@ -37,6 +37,10 @@ void products(const float* query, const float* keys, float* scores, int64_t rows
 float weigh(float* scores, int64_t length) {
     float highest = scores[0];
     for (int64_t i = 1; i < length; ++i) highest = scores[i] > highest ? scores[i] : highest;
+    if (highest == -INFINITY) {  // nothing weighs anything
+        std::memset(scores, 0, length * sizeof(float));
+        return 1;
+    }
     float sum = 0;
     int64_t i = 0;
     Floats several = {};

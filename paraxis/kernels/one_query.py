@@ -26,7 +26,9 @@ def fits(query: torch.Tensor, new: torch.Tensor) -> bool:
     known = all(isinstance(n, int) for n in (rows, features, query.shape[1], query.shape[2], new.shape[1]))
     if not known or query.dtype != torch.float32 or new.dtype != torch.float32 or not query.is_cpu:
         return False
-    return rows == 1 and query.shape[2] == 1 and features % LANES == 0 and query.shape[1] % new.shape[1] == 0
+    if rows != 1 or query.shape[2] != 1 or not features or features % LANES or features != query.shape[3]:
+        return False
+    return bool(new.shape[1]) and query.shape[1] % new.shape[1] == 0
 
 
 def attend_last(
@@ -42,13 +44,15 @@ def attend_last(
         raise RuntimeError(f"there are keys of shape {tuple(keys.shape)} and values of shape {tuple(values.shape)}")
     batch, heads, length, features = keys.shape
     groups, threads = query.shape[1] // heads, threads_for(batch * heads)
-    function = kernel("one_query") if threads else None
+    laid = keys.stride() == values.stride() and keys.stride()[2:] == (features, 1)
+    alike = query.shape == (batch, heads * groups, 1, features)
+    function = kernel("one_query") if threads and laid and alike else None
     if function is None:
         for cache, new in ((keys, new_keys), (values, new_values)):
             cache.narrow(2, length - 1, 1).copy_(new)
         attended = scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=groups > 1)
         return attended.contiguous()
-    out, scores = torch.empty(query.shape), torch.empty(threads * groups * length)
+    out, scores = query.new_empty(query.shape), query.new_empty(threads * groups * length)
     given = in_rows((query, new_keys, new_values))
     sizes = (threads, batch, heads, groups, length, features, *strides((*given, keys), 2))
     function(ctypes.byref(_Call(*pointers((*given, keys, values, out, scores)), *sizes, scale)))

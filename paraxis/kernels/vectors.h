@@ -1,9 +1,9 @@
 // Vectors of float32, as GCC and clang know them on any processor. Put before the kernels for a CPU.
 
 #if defined(__clang__)
-#pragma clang fp contract(fast)  // products are not rounded before they are added
+#pragma clang fp contract(fast) reassociate(off)  // products are not rounded before they are added
 #else
-#pragma GCC optimize("fp-contract=fast")
+#pragma GCC optimize("fp-contract=fast,no-unsafe-math-optimizations")
 #endif
 
 #include <omp.h>

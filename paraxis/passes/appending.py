@@ -38,6 +38,9 @@ def grow_in_place(module: GraphModule, compiled: bool = False) -> int:
         dim = node.args[1] if len(node.args) > 1 else 0
         if not isinstance(dim, int) or dim % 4 != 2:
             continue
+        added = parts[1].meta.get("val") if isinstance(parts[1], Node) else None
+        if isinstance(added, torch.Tensor) and added.dtype != value.dtype:  # the cache is of a wider one, and stays so
+            continue
         node.target, node.args = target, (*parts, *(() if compiled else (2,)))
         count += 1
     if count:
@@ -98,7 +101,7 @@ class _Memory:
     __slots__ = ("bytes", "filled")
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self.bytes = torch.empty(count * dtype.itemsize, dtype=torch.uint8).numpy()
+        self.bytes = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device="cpu").numpy()
         self.filled = 0
         """Rows that somebody has."""
 
@@ -107,7 +110,7 @@ class _Memory:
         batch, heads, _, features = like.shape
         storage = torch.from_numpy(self.bytes).untyped_storage()
         storage.memory = self  # type: ignore[attr-defined]
-        result = torch.empty(0, dtype=like.dtype)
+        result = like.new_empty(0)
         result.set_(storage, 0, (batch, heads, length, features), _strides(heads, length, features))
         self.filled = length
         return result

@@ -20,12 +20,12 @@ def attend_to_prompts(module: GraphModule) -> int:
     graph = module.graph
     count = 0
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
-        shared = [(unrepeated(x) or (x, 1))[0] for x in node.args[1:3]]
-        given = [node.args[0], *shared]
+        shared = [unrepeated(x) or (x, 1) for x in node.args[1:3]]
+        given = [node.args[0], *(x for x, _ in shared)]
         found: list[Any] = [x.meta.get("val") if isinstance(x, Node) else None for x in given]
         if not _is_exact(node, causal=True) or not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in found):
             continue
-        if not causal.fits(*found):
+        if shared[0][1] != shared[1][1] or not causal.fits(*found) or not _same_batch(*found):
             continue
         with graph.inserting_before(node):
             result = graph.call_function(torch.ops.paraxis.attend_causal.default, (*given, _scale(node)))
@@ -48,8 +48,8 @@ def attend_where_it_grows(module: GraphModule) -> int:
         keys, values = _extended(node.args[1]), _extended(node.args[2])
         if keys is None or values is None or keys is values or not _is_plain(node, keys, values):
             continue
-        users = {cache: [user for user in cache.users if _leads_elsewhere(user, node)] for cache in (keys, values)}
-        if any(order[user] < order[node] for several in users.values() for user in several):
+        users = {cache: _others(cache, node, order) for cache in (keys, values)}
+        if any(order.get(user, -1) < order[node] for several in users.values() for user in several):
             continue
         users[node] = list(node.users)
         given = (node.args[0], keys.args[0], values.args[0], keys.args[1], values.args[1])
@@ -85,24 +85,45 @@ def _is_plain(node: Node, keys: Node, values: Node) -> bool:
     found: list[Any] = [x.meta.get("val") if isinstance(x, Node) else None for x in given]
     if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in found) or found[1].shape != found[2].shape:
         return False
+    if not _same_batch(*found):
+        return False
     return one_query.fits(found[0], found[1]) and kernel("one_query") is not None
 
 
-def _leads_elsewhere(user: Node, attention: Node) -> bool:
-    """Whether somebody else than this attention uses what a node gives."""
-    if user is attention:
-        return False
-    return not user.users or any(_leads_elsewhere(other, attention) for other in user.users)
+def _others(cache: Node, attention: Node, order: dict[Node, int]) -> list[Node]:
+    """Who uses a cache otherwise than for this attention."""
+    return [user for user in cache.users if _leads_elsewhere(user, attention, order)]
+
+
+def _leads_elsewhere(user: Node, attention: Node, order: dict[Node, int]) -> bool:
+    """Whether somebody else than this attention uses what a node gives; what comes later is somebody else."""
+    waiting, seen = [user], {attention}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if order.get(node, -1) > order[attention] or not node.users:
+            return True
+        waiting += node.users
+    return False
 
 
 def _is_exact(node: Node, causal: bool) -> bool:
     """Whether an attention is what kernels know: without a mask, dropout or a scale to be found out."""
     if isinstance(argument(node, 3, "attn_mask", None), Node) or argument(node, 4, "dropout_p", 0.0):
         return False
-    scale = node.kwargs.get("scale")
+    value, scale = node.meta.get("val"), node.kwargs.get("scale")
+    if isinstance(value, torch.Tensor) and value.dtype != torch.float32:  # cast on the way
+        return False
     return bool(argument(node, 5, "is_causal", False)) is causal and isinstance(scale, (int, float, type(None)))
 
 
 def _scale(node: Node) -> float:
     scale: Any = node.kwargs.get("scale")
     return float(node.args[0].meta["val"].shape[3] ** -0.5 if scale is None else scale)  # type: ignore[union-attr]
+
+
+def _same_batch(*values: torch.Tensor) -> bool:
+    """Whether nothing is repeated along the batch. Sizes may be symbols; the same one has the same name."""
+    return len({str(value.shape[0]) for value in values}) == 1

@@ -83,6 +83,10 @@ def unrepeated(node: Any) -> tuple[Node, int] | None:
     if len(sizes) != 5 or not isinstance(sizes[2], int) or len(node.args[1]) != 4:  # type: ignore[arg-type]
         return None
     source = unsqueeze.args[0]
+    heads, joined = (x.meta.get("val") if isinstance(x, Node) else None for x in (source, node))
+    if isinstance(heads, torch.Tensor) and isinstance(joined, torch.Tensor) and joined.dim() == heads.dim() == 4:
+        if joined.shape[1] != heads.shape[1] * sizes[2]:
+            return None
     return (source, sizes[2]) if isinstance(source, Node) else None
 
 

@@ -97,3 +97,20 @@ def test_put_in_place(options: dict[str, Any], dtype: torch.dtype, expected: int
     module.graph.lint()
     if before is not None:
         torch.testing.assert_close(module(*values), before)
+
+
+@needs_compiler
+def test_whatever_the_default_is() -> None:
+    """Another default dtype; batches that torch repeats; scores that are all minus infinity."""
+    query, keys, values = given(2, 2, 1, 9, 9, 16)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = torch.ops.paraxis.attend_causal(query, keys, values, 0.25)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found.double(), right([query, keys, values], 0.25), atol=2e-6, rtol=2e-6)
+    for mixed in ([query, keys[:1], values[:1]], [query, keys, values[:1]]):
+        found = torch.ops.paraxis.attend_causal(*mixed, 0.25)
+        torch.testing.assert_close(found.double(), right(mixed, 0.25), atol=2e-6, rtol=2e-6)
+    nothing = torch.ops.paraxis.attend_causal(query.abs(), torch.full_like(keys, -torch.inf), values, 0.25)
+    assert torch.equal(nothing, torch.zeros_like(nothing))

@@ -136,3 +136,32 @@ def test_what_is_not_that_stays(other: dict[str, Any]) -> None:
     module = program(**other)
     assert attend_where_it_grows(module) == 0
     module.graph.lint()
+
+
+def test_long_programs_after_it() -> None:
+    """A cache that is used again, much later."""
+    module = program()
+    graph = module.graph
+    (outputs,) = graph.output_node().args
+    last = outputs[1]
+    with graph.inserting_before(graph.output_node()):
+        for _ in range(2000):
+            last = graph.call_function(aten.neg.default, (last,))
+    graph.output_node().args = ((*outputs, last),)
+    assert attend_where_it_grows(module) == 1
+    module.graph.lint()
+
+
+def test_whatever_the_default_is() -> None:
+    """Another default dtype, and scores that are all minus infinity."""
+    query, key, value = given(1, 2, 1, 16)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = torch.ops.paraxis.attend_appended(query, torch.tensor([]), torch.tensor([]), key, value, 1.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [x.dtype for x in found] == [torch.float32] * 3 and torch.allclose(found[0], value)
+    nothing = torch.full_like(key, -torch.inf)
+    empty = torch.tensor([])
+    found = torch.ops.paraxis.attend_appended(query.abs(), empty, empty, nothing, value, 1.0)
+    assert torch.equal(found[0], torch.zeros_like(query))
