@@ -42,7 +42,7 @@ def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
     batch, heads, length, features = keys.shape
     queries, groups = query.shape[2], query.shape[1] // heads
     threads = threads_for(batch * heads) if length <= LONGEST else 0
-    alike = query.shape[0] == batch and values.shape == keys.shape and query.shape[3] == features
+    alike = values.shape == keys.shape and query.shape == (batch, heads * groups, queries, features)
     function = kernel("causal") if threads and length and queries and alike else None
     out = _like(query, keys, values, scale)
     if function is None:

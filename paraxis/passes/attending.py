@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ..kernels import causal, one_query
 from ..kernels.native import kernel
-from .grouped import argument, is_impure, unrepeated
+from .grouped import argument, tidied, unrepeated
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -33,10 +33,7 @@ def attend_to_prompts(module: GraphModule) -> int:
         node.replace_all_uses_with(result)
         graph.erase_node(node)
         count += 1
-    if count:
-        graph.eliminate_dead_code(is_impure_node=is_impure)
-        module.recompile()
-    return count
+    return tidied(module, count)
 
 
 def attend_where_it_grows(module: GraphModule) -> int:
@@ -54,19 +51,16 @@ def attend_where_it_grows(module: GraphModule) -> int:
         users[node] = list(node.users)
         given = (node.args[0], keys.args[0], values.args[0], keys.args[1], values.args[1])
         with graph.inserting_before(node):
-            both = graph.call_function(torch.ops.paraxis.attend_appended.default, (*given, _scale(node)))
-            both.meta["val"] = tuple(x.meta["val"] for x in (node, keys, values))
-            results = [graph.call_function(operator.getitem, (both, i)) for i in range(3)]
+            joint = graph.call_function(torch.ops.paraxis.attend_appended.default, (*given, _scale(node)))
+            joint.meta["val"] = tuple(x.meta["val"] for x in (node, keys, values))
+            results = [graph.call_function(operator.getitem, (joint, i)) for i in range(3)]
         for old, result in zip((node, keys, values), results, strict=True):
             result.meta = dict(old.meta)
             for user in users[old]:
                 user.replace_input_with(old, result)
         graph.erase_node(node)
         count += 1
-    if count:
-        graph.eliminate_dead_code(is_impure_node=is_impure)
-        module.recompile()
-    return count
+    return tidied(module, count)
 
 
 def _extended(node: Any) -> Node | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .grouped import is_impure
+from .grouped import tidied
 
 aten = torch.ops.aten
 
@@ -41,10 +41,7 @@ def experts_in_turn(module: GraphModule) -> int:
         found.last.replace_all_uses_with(result)
         _select_rows(graph, result)
         count += 1
-    if count:
-        graph.eliminate_dead_code(is_impure_node=is_impure)
-        module.recompile()
-    return count
+    return tidied(module, count)
 
 
 def in_turn(

@@ -29,8 +29,13 @@ def open_single_query_attention(module: GraphModule) -> int:
         node.replace_all_uses_with(result)
         graph.erase_node(node)
         count += 1
+    return tidied(module, count)
+
+
+def tidied(module: GraphModule, count: int) -> int:
+    """Drop what nobody uses any more, where something was replaced ``count`` times; that number."""
     if count:
-        graph.eliminate_dead_code(is_impure_node=is_impure)
+        module.graph.eliminate_dead_code(is_impure_node=is_impure)
         module.recompile()
     return count
 

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
-from .grouped import argument, is_impure, shape_of, unrepeated
+from .grouped import argument, shape_of, tidied, unrepeated
 
 aten = torch.ops.aten
 MOST = 100
@@ -60,10 +60,7 @@ def open_causal_masks(module: GraphModule) -> int:
         node.replace_all_uses_with(result)
         graph.erase_node(node)
         count += 1
-    if count:
-        graph.eliminate_dead_code(is_impure_node=is_impure)
-        module.recompile()
-    return count
+    return tidied(module, count)
 
 
 def _takes_groups(query: torch.Tensor, groups: int) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
-from .grouped import is_impure, shape_of
+from .grouped import shape_of, tidied
 
 aten = torch.ops.aten
 
@@ -33,10 +33,7 @@ def shorten(module: GraphModule) -> int:
     count += sum(
         _without_reshapes(module, node) for node in module.graph.find_nodes(op="call_function", target=RESHAPE)
     )
-    if count:
-        module.graph.eliminate_dead_code(is_impure_node=is_impure)
-        module.recompile()
-    return count
+    return tidied(module, count)
 
 
 # -- GELU -------------------------------------------------------------------------------------------------------------

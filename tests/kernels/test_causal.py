@@ -112,5 +112,7 @@ def test_whatever_the_default_is() -> None:
     for mixed in ([query, keys[:1], values[:1]], [query, keys, values[:1]]):
         found = torch.ops.paraxis.attend_causal(*mixed, 0.25)
         torch.testing.assert_close(found.double(), right(mixed, 0.25), atol=2e-6, rtol=2e-6)
+    with pytest.raises(RuntimeError):  # no result of the query's shape
+        torch.ops.paraxis.attend_causal(query[:, :1], keys, values, 0.25)
     nothing = torch.ops.paraxis.attend_causal(query.abs(), torch.full_like(keys, -torch.inf), values, 0.25)
     assert torch.equal(nothing, torch.zeros_like(nothing))
