@@ -28,6 +28,7 @@ from .known_shards import KnownShards
 from .layers import ColumnParallelLinear, RowParallelLinear
 from .passes.decoding import use_row_kernels
 from .passes.grouped import open_single_query_attention
+from .passes.products import FewRows
 from .passes.prompt import give_on_device, is_long, join_narrow_products, open_causal_masks
 from .recording import Recorded, on_device, pool_of
 from .sharded import ShardedTensor, shards_of, unwrap
@@ -88,6 +89,7 @@ def compile_local(
     A program that draws random numbers is returned as it is, with a word in the log: every rank draws from a state of
     its own for what is split and from a common one for what is not, which Inductor's generator cannot express.
     """
+    from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.exc import CppCompileError, InductorError
 
@@ -121,6 +123,8 @@ def compile_local(
     patches = {**options, "triton.cudagraphs": graphs and grad}
     if on_gpu and is_long(lifted.program.graph):
         patches |= LONG
+    if not on_gpu and not grad and inductor_config.post_grad_custom_pre_pass is None:  # or the user has another one
+        patches["post_grad_custom_pre_pass"] = FewRows()
     with tracing(TracingContext(fake_mode)):
         try:
             compiled = compile_fx(lifted.program, examples, config_patches=patches)

@@ -103,7 +103,7 @@ void attend_head(const Causal& c, int64_t b, int64_t h, float* packed) {
     }
 }
 
-extern "C" void attend(const Causal* call) {
+extern "C" void run(const Causal* call) {
     const Causal& c = *call;
 #pragma omp parallel for num_threads(c.threads) if (c.threads > 1)
     for (int64_t i = 0; i < c.batch * c.heads; ++i) {

@@ -22,6 +22,7 @@ _Call = call_of(
     "query keys values out room",
     "threads batch heads groups queries length features query_batch query_head query_row keys_batch keys_head keys_row "
     "values_batch values_head values_row out_batch out_head out_row",
+    "scale",
 )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.autograd import forward_ad
 
 LANES = 8
 """Kernels take features by so many."""
@@ -24,17 +26,33 @@ def kernel(name: str) -> Any:
     try:
         library = CppCodeCache.load((here / "vectors.h").read_text() + (here / f"{name}.cpp").read_text())
     except Exception as error:  # no compiler, or one that does not know vectors or threads
-        logging.getLogger("paraxis").info("attention is left to torch: %s", error)
+        logging.getLogger("paraxis").info("what %s.cpp does is left to torch: %s", name, error)
         return None
-    function = library.attend
+    function = library.run
     function.restype = None
     return function
 
 
-def call_of(pointers: str, numbers: str) -> type[ctypes.Structure]:
-    """The structure that a kernel takes, of these names: pointers, then whole numbers, and a scale."""
-    fields = [(n, ctypes.c_void_p) for n in pointers.split()] + [(n, ctypes.c_int64) for n in numbers.split()]
-    return type("Call", (ctypes.Structure,), {"_fields_": [*fields, ("scale", ctypes.c_double)]})
+def watched() -> bool:
+    """Whether somebody has to see torch's own operators: to differentiate, trace, count, cast or batch them."""
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+        or _len_torch_dispatch_stack_pre_dispatch() > 0
+    )
+
+
+def call_of(pointers: str, numbers: str, real: str = "") -> type[ctypes.Structure]:
+    """The structure that a kernel takes, of these names: pointers, then whole numbers, then others."""
+    kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (real, ctypes.c_double))
+    return type(
+        "Call", (ctypes.Structure,), {"_fields_": [(name, kind) for names, kind in kinds for name in names.split()]}
+    )
 
 
 def threads_for(heads: int) -> int:

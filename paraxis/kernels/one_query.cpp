@@ -1,35 +1,25 @@
 // One query per sequence on a cache of keys and values that grows by one row, on a CPU, in float32.
 //
-// All there is to it is to read the cache once, as fast as memory gives it. Keys and values of a head lie together, row
-// after row; they are taken in tiles that stay in the first cache while all query heads of that head use them.
+// All there is to it is to read the cache once, as fast as memory gives it: at STREAMS places far from one another, for
+// each of which the processor fetches ahead (see few_rows.cpp). Keys and values of a head lie together, row after row.
+// They are taken in tiles that stay in the first cache while all query heads of that head use them.
 
 namespace {
 
-constexpr int64_t LINE = 16, AHEAD = 1024;  // floats of a cache line, and how many of them to ask for before
-constexpr int64_t TILE = 64, WIDE = 8;      // rows of a tile, vectors of a pass over values
+constexpr int64_t STREAMS = 4, TILE = 16;  // rows of a tile, at each of the places
+constexpr int64_t WIDE = 8;                // vectors of a pass over values
 
-// Ask for what is needed soon: the processor by itself does not look beyond a page, and rows go on.
-inline void ahead(const float* from, int64_t count) {
-    for (int64_t i = 0; i < count; i += LINE) __builtin_prefetch(from + AHEAD + i);
-}
-
-// scores[r] = query . keys[r], four rows at a time for the additions not to wait for one another.
-void products(const float* query, const float* keys, float* scores, int64_t rows, int64_t features, float scale) {
-    int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) {
-        Floats sum[4] = {};
-        const float* first = keys + row * features;
-        ahead(first, 4 * features);
+// scores[r] = query . keys[r] for rows from first to last, and those `apart` behind them, as often as there are streams.
+template <int COUNT>
+void products(const float* query, const float* keys, float* scores, int64_t first, int64_t last, int64_t apart,
+              int64_t features, float scale) {
+    for (int64_t row = first; row < last; ++row) {
+        Floats sum[COUNT] = {};
         for (int64_t f = 0; f < features; f += LANES) {
             const Floats part = load(query + f);
-            for (int i = 0; i < 4; ++i) sum[i] += part * load(first + i * features + f);
+            for (int i = 0; i < COUNT; ++i) sum[i] += part * load(keys + (row + i * apart) * features + f);
         }
-        for (int i = 0; i < 4; ++i) scores[row + i] = total(sum[i]) * scale;
-    }
-    for (; row < rows; ++row) {
-        Floats sum = {};
-        for (int64_t f = 0; f < features; f += LANES) sum += load(query + f) * load(keys + row * features + f);
-        scores[row] = total(sum) * scale;
+        for (int i = 0; i < COUNT; ++i) scores[row + i * apart] = total(sum[i]) * scale;
     }
 }
 
@@ -53,26 +43,27 @@ float weigh(float* scores, int64_t length) {
     return sum + total(several);
 }
 
-// out += the values of a tile, each times its weight.
-void mix(const float* weights, const float* values, float* out, int64_t rows, int64_t features) {
-    for (int64_t first = 0; first < features; first += WIDE * LANES) {
-        const int64_t count = (features - first) / LANES < WIDE ? (features - first) / LANES : WIDE;
-        Floats sum[WIDE];
-        for (int64_t i = 0; i < count; ++i) sum[i] = load(out + first + i * LANES);
-        if (count == WIDE) {
-            for (int64_t row = 0; row < rows; ++row) {
-                const float* value = values + row * features + first;
-                ahead(value, WIDE * LANES);
-                for (int64_t i = 0; i < WIDE; ++i) sum[i] += weights[row] * load(value + i * LANES);
-            }
-        } else {
-            for (int64_t row = 0; row < rows; ++row) {
-                const float* value = values + row * features + first;
-                for (int64_t i = 0; i < count; ++i) sum[i] += weights[row] * load(value + i * LANES);
-            }
+// out += the values of the same rows, each times its weight.
+template <int COUNT, int VECTORS>
+void mix(const float* weights, const float* values, float* out, int64_t first, int64_t last, int64_t apart,
+         int64_t features) {
+    Floats sum[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) sum[v] = load(out + v * LANES);
+    for (int64_t row = first; row < last; ++row)
+        for (int i = 0; i < COUNT; ++i) {
+            const float* value = values + (row + i * apart) * features;
+            for (int v = 0; v < VECTORS; ++v) sum[v] += weights[row + i * apart] * load(value + v * LANES);
         }
-        for (int64_t i = 0; i < count; ++i) store(out + first + i * LANES, sum[i]);
-    }
+    for (int v = 0; v < VECTORS; ++v) store(out + v * LANES, sum[v]);
+}
+
+template <int COUNT>
+void mix_all(const float* weights, const float* values, float* out, int64_t first, int64_t last, int64_t apart,
+             int64_t features) {
+    int64_t at = 0;
+    for (; at + WIDE * LANES <= features; at += WIDE * LANES)
+        mix<COUNT, WIDE>(weights, values + at, out + at, first, last, apart, features);
+    for (; at < features; at += LANES) mix<COUNT, 1>(weights, values + at, out + at, first, last, apart, features);
 }
 
 }  // namespace
@@ -94,27 +85,31 @@ void attend_head(const Call& c, int64_t b, int64_t h, float* scores) {
     std::memcpy(keys + (c.length - 1) * c.features, c.new_keys + b * c.keys_batch + h * c.keys_head, row);
     std::memcpy(values + (c.length - 1) * c.features, c.new_values + b * c.values_batch + h * c.values_head, row);
     const float* query = c.query + b * c.query_batch + h * c.groups * c.query_head;
-    for (int64_t at = 0; at < c.length; at += TILE) {
-        const int64_t rows = c.length - at < TILE ? c.length - at : TILE;
+    const int64_t each = c.length / STREAMS, whole = STREAMS * each;
+    const float scale = static_cast<float>(c.scale);
+    for (int64_t at = 0; at < each; at += TILE) {
+        const int64_t end = at + TILE < each ? at + TILE : each;
         for (int64_t g = 0; g < c.groups; ++g)
-            products(query + g * c.query_head, keys + at * c.features, scores + g * c.length + at, rows, c.features,
-                     static_cast<float>(c.scale));
+            products<STREAMS>(query + g * c.query_head, keys, scores + g * c.length, at, end, each, c.features, scale);
     }
     float* out = c.out + (b * c.heads + h) * c.groups * c.features;
     std::memset(out, 0, c.groups * row);
     for (int64_t g = 0; g < c.groups; ++g) {
         float* weights = scores + g * c.length;
+        products<1>(query + g * c.query_head, keys, weights, whole, c.length, 0, c.features, scale);
         const float share = 1.0f / weigh(weights, c.length);
         for (int64_t i = 0; i < c.length; ++i) weights[i] *= share;
     }
-    for (int64_t at = 0; at < c.length; at += TILE) {
-        const int64_t rows = c.length - at < TILE ? c.length - at : TILE;
+    for (int64_t at = 0; at < each; at += TILE) {
+        const int64_t end = at + TILE < each ? at + TILE : each;
         for (int64_t g = 0; g < c.groups; ++g)
-            mix(scores + g * c.length + at, values + at * c.features, out + g * c.features, rows, c.features);
+            mix_all<STREAMS>(scores + g * c.length, values, out + g * c.features, at, end, each, c.features);
     }
+    for (int64_t g = 0; g < c.groups; ++g)
+        mix_all<1>(scores + g * c.length, values, out + g * c.features, whole, c.length, 0, c.features);
 }
 
-extern "C" void attend(const Call* call) {
+extern "C" void run(const Call* call) {
     const Call& c = *call;
 #pragma omp parallel for num_threads(c.threads) if (c.threads > 1)
     for (int64_t i = 0; i < c.batch * c.heads; ++i)

@@ -17,6 +17,7 @@ _Call = call_of(
     "query new_keys new_values keys values out scores",
     "threads batch heads groups length features query_batch query_head keys_batch keys_head values_batch values_head "
     "cache_batch cache_head",
+    "scale",
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..core import ParallelExecutionCtx
@@ -17,6 +16,7 @@ from ..distributed import (
     redistribute,
 )
 from ..distributed.redistribute import _Term, slice_dim
+from ..kernels.few_rows import linear
 from ..placement import REPLICATE, Layout, Placement, Shard, ensure_divisibility
 from ..sharded import ShardedTensor, unwrap
 
@@ -112,7 +112,7 @@ class _ParallelLinear(nn.Module):
 
     def _matmul(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         weight = unwrap(self.weight)
-        return F.linear(x, weight.t() if self.transposed else weight, bias)
+        return linear(x, weight.t() if self.transposed else weight, bias)
 
     def _bias(self, target: Placement) -> torch.Tensor | None:
         """The local bias of a sharded one, wherever the plan has put it."""

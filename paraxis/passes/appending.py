@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.nn.functional import scaled_dot_product_attention
 
+from ..kernels.native import watched
 from ..kernels.one_query import attend_last
 from ..sharded import unwrap
 
@@ -68,27 +70,44 @@ def append(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
     """``torch.cat([past, new], dim)``, in the memory of ``past`` if there is room behind it that nobody has."""
     if torch.is_grad_enabled() and (past.requires_grad or new.requires_grad):
         return torch.cat([past, new], dim)
+    result, count = _extended(past, new, dim), new.shape[dim]
+    result.narrow(dim, result.shape[dim] - count, count).copy_(new)
+    return result
+
+
+def _extended(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
+    """``past`` with room for ``new`` behind it, which has yet to be written there."""
     length = past.shape[dim] if past.dim() > 1 else 0
     size = list(new.shape)
     size[dim] += length
     if length:
         memory = past.untyped_storage()
-        if getattr(memory, "filled", None) == length and past.storage_offset() == 0:
+        here = getattr(memory, "filled", None) == length and past.storage_offset() == 0
+        if here and past.dtype == new.dtype and (past.stride(0) or past.shape[0] == 1):
             room = past.stride(dim - 1) // past.stride(dim) if past.stride(dim) else 0
             if size[dim] <= room:
-                result = past.as_strided(size, past.stride())
-                result.narrow(dim, length, new.shape[dim]).copy_(new)
                 memory.filled = size[dim]  # type: ignore[attr-defined]
-                return result
+                return past.as_strided(size, past.stride())
     rows = size[dim] + max(LEAST, size[dim] // 8)
     with torch.inference_mode(False):  # to be written to in any mode
         buffer = torch.empty((*size[:dim], rows, *size[dim + 1 :]), dtype=new.dtype, device=new.device)
     result = buffer.narrow(dim, 0, size[dim])
     if length:
         result.narrow(dim, 0, length).copy_(past)
-    result.narrow(dim, length, new.shape[dim]).copy_(new)
     result.untyped_storage().filled = size[dim]  # type: ignore[attr-defined]
     return result
+
+
+def attend_extended(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention of one query on keys and values with one more row each, and these."""
+    if watched():
+        keys, values = append(keys, key, 2), append(values, value, 2)
+        shared = query.shape[1] != keys.shape[1]
+        return scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=shared), keys, values
+    keys, values = _extended(keys, key, 2), _extended(values, value, 2)
+    return attend_last(query, keys, values, key, value, scale), keys, values
 
 
 # -- as an operator ------------------------------------------------------------------------------------------------
@@ -162,7 +181,7 @@ def _appended(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 def _attend_appended(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of one query on keys and values with one more row each, and these."""
+    """:func:`attend_extended`, with room that follows from the length alone."""
     keys, values = _grown(keys, key), _grown(values, value)
     return attend_last(query, keys, values, key, value, scale), keys, values
 

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ..kernels import causal, one_query
 from ..kernels.native import kernel
+from .appending import append, attend_extended
 from .grouped import argument, tidied, unrepeated
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -36,8 +37,12 @@ def attend_to_prompts(module: GraphModule) -> int:
     return tidied(module, count)
 
 
-def attend_where_it_grows(module: GraphModule) -> int:
-    """Let attention of one query on caches that an operator extends be one operator with that; how many times."""
+def attend_where_it_grows(module: GraphModule, compiled: bool = False) -> int:
+    """Let attention of one query on caches that grow in place be one with that; how many times.
+
+    ``compiled``: by an operator that a compiler leaves alone.
+    """
+    target = torch.ops.paraxis.attend_appended.default if compiled else attend_extended
     graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
@@ -51,7 +56,7 @@ def attend_where_it_grows(module: GraphModule) -> int:
         users[node] = list(node.users)
         given = (node.args[0], keys.args[0], values.args[0], keys.args[1], values.args[1])
         with graph.inserting_before(node):
-            joint = graph.call_function(torch.ops.paraxis.attend_appended.default, (*given, _scale(node)))
+            joint = graph.call_function(target, (*given, _scale(node)))
             joint.meta["val"] = tuple(x.meta["val"] for x in (node, keys, values))
             results = [graph.call_function(operator.getitem, (joint, i)) for i in range(3)]
         for old, result in zip((node, keys, values), results, strict=True):
@@ -64,10 +69,10 @@ def attend_where_it_grows(module: GraphModule) -> int:
 
 
 def _extended(node: Any) -> Node | None:
-    """The operator that extends the keys or values of an attention; they may be repeated for several queries."""
+    """What extends the keys or values of an attention; they may be repeated for several queries."""
     repeated = unrepeated(node)
     node = repeated[0] if repeated is not None else node
-    return node if isinstance(node, Node) and node.target is torch.ops.paraxis.append_rows.default else None
+    return node if isinstance(node, Node) and node.target in (torch.ops.paraxis.append_rows.default, append) else None
 
 
 def _is_plain(node: Node, keys: Node, values: Node) -> bool:

@@ -2,8 +2,7 @@
 
 A mixture sorts its rows by expert, and each operator between its two grouped products goes through the rows of all
 experts: megabytes that leave the processor's cache before the next operator reads them, in memory that is new each
-time. Here an expert goes through all of them with its own rows before the next one begins. The arithmetic of every row
-stays what it was.
+time. Here an expert goes through all of them with its own rows before the next one begins.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..kernels.few_rows import multiply
 from .grouped import tidied
 
 aten = torch.ops.aten
@@ -62,7 +62,9 @@ def in_turn(
             continue
         taken = rows[start:end] if index is None else rows.index_select(0, index[start:end])
         mine = result[start:end]
-        torch.mm(between(torch.mm(taken, first[expert])), second[expert], out=mine)
+        inner = torch.empty((end - start, first.shape[2]), dtype=rows.dtype, device=rows.device)
+        multiply(taken, first[expert], inner)
+        multiply(between(inner), second[expert], mine)
         if scale is not None:
             mine.mul_(scale[start:end])
         start = end
@@ -115,7 +117,7 @@ class _Pair:
 
 
 def _match(second: Node) -> _Pair | None:
-    if not _is_grouped(second):
+    if not is_grouped(second):
         return None
     offsets, inner = second.args[2], second.args[0]
     found = _between(inner, offsets) if isinstance(inner, Node) else None
@@ -128,7 +130,7 @@ def _match(second: Node) -> _Pair | None:
     return _Pair(last, (rows, index, first.args[1], second.args[1], offsets, scale), between)
 
 
-def _is_grouped(node: Any) -> bool:
+def is_grouped(node: Any) -> bool:
     packet = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return isinstance(node, Node) and packet is not None and node.target is packet.default
 
@@ -142,7 +144,7 @@ def _between(result: Node, offsets: Any) -> tuple[Node, Graph] | None:
         node = ahead.pop()
         if node in inside or node is first:
             continue
-        if _is_grouped(node):
+        if is_grouped(node):
             if first is not None or node.args[2] is not offsets:
                 return None
             first = node

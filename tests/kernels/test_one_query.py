@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraxis.kernels.native import kernel
+from paraxis.passes.appending import append, attend_extended
 from paraxis.passes.attending import attend_where_it_grows
 from paraxis.passes.rewrite import named
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(kernel("one_query") is None, reason="there is no compiler")
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
 
 
 def given(batch: int, heads: int, groups: int, features: int, strided: bool = False) -> list[torch.Tensor]:
@@ -32,12 +41,13 @@ def right(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
     return scaled_dot_product_attention(*whole, scale=scale, enable_gqa=True)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize(
     ("batch", "heads", "groups", "features"),
     [(1, 8, 1, 64), (2, 3, 2, 80), (3, 1, 4, 128), (1, 2, 1, 8), (1, 2, 3, 264)],
 )
-def test_like_torch(batch: int, heads: int, groups: int, features: int, strided: bool) -> None:
+def test_like_torch(batch: int, heads: int, groups: int, features: int, strided: bool, compiled: bool) -> None:
     """Over more than one memory of the cache, and with scores so far apart that some weigh nothing."""
     keys = values = torch.tensor([])
     whole = [torch.empty(batch, heads, 0, features) for _ in range(2)]
@@ -45,11 +55,13 @@ def test_like_torch(batch: int, heads: int, groups: int, features: int, strided:
     for step in range(300):
         query, key, value = given(batch, heads, groups, features, strided)
         query = query * (30 if step % 7 == 0 else 1)
-        told = torch.ops.paraxis.attend_appended(*(x.to("meta") for x in (query, keys, values, key, value)), 0.3)
-        found, keys, values = torch.ops.paraxis.attend_appended(query, keys, values, key, value, 0.3)
+        inputs = (query, keys, values, key, value)
+        told = torch.ops.paraxis.attend_appended(*(x.to("meta") for x in inputs), 0.3)
+        found, keys, values = (torch.ops.paraxis.attend_appended if compiled else attend_extended)(*inputs, 0.3)
         whole = [torch.cat([past, new], 2) for past, new in zip(whole, (key, value), strict=True)]
         assert torch.equal(keys, whole[0]) and torch.equal(values, whole[1])
-        assert [(x.shape, x.stride()) for x in (found, keys, values)] == [(x.shape, x.stride()) for x in told]
+        if compiled:
+            assert [(x.shape, x.stride()) for x in (found, keys, values)] == [(x.shape, x.stride()) for x in told]
         if step in (0, 1, 2, 6, 63, 64, 70, 127, 128, 140, 299):
             scores = 0.3 * query @ whole[0].repeat_interleave(groups, 1).transpose(2, 3)
             rounding = 2**-23 * float(scores.abs().max() * whole[1].abs().max())  # what the last bit of a score makes
@@ -57,23 +69,30 @@ def test_like_torch(batch: int, heads: int, groups: int, features: int, strided:
             assert off <= 1e-6 + rounding, f"off by {off}"
 
 
-def test_other_caches() -> None:
+@pytest.mark.parametrize("attend", [torch.ops.paraxis.attend_appended, attend_extended])
+def test_other_caches(attend: Any) -> None:
     """Two continuations of one cache; a cache in half precision; lengths that do not go together."""
     query, key, value = given(1, 2, 2, 16)
-    _, keys, values = torch.ops.paraxis.attend_appended(query, torch.tensor([]), torch.tensor([]), key, value, 1.0)
-    again = [torch.ops.paraxis.attend_appended(query, keys, values, new, value, 1.0) for new in (key + 1, key - 1)]
+    _, keys, values = attend(query, torch.tensor([]), torch.tensor([]), key, value, 1.0)
+    again = [attend(query, keys, values, new, value, 1.0) for new in (key + 1, key - 1)]
     for (found, longer, _), new in zip(again, (key + 1, key - 1), strict=True):
         assert torch.equal(longer, torch.cat([key, new], 2))
         expected = right(query, longer, torch.cat([value, value], 2), 1.0)
         torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
+    _, *short = attend(query, torch.tensor([]), torch.tensor([]), key, value, 1.0)
+    three = [x.repeat(3, 1, 1, 1) + torch.arange(3.0)[:, None, None, None] for x in (query, key, value)]
+    _, longer, _ = attend(three[0], *(x.expand(3, -1, -1, -1) for x in short), *three[1:], 1.0)
+    assert torch.equal(longer, torch.cat([key.repeat(3, 1, 1, 1), three[1]], 2))
     half = [x.bfloat16() for x in (keys, values)]
-    found, longer, _ = torch.ops.paraxis.attend_appended(query, *half, key, value, 1.0)
+    found, longer, _ = attend(query, *half, key, value, 1.0)
     assert torch.equal(longer, torch.cat([half[0].float(), key], 2))
     with pytest.raises(RuntimeError, match="keys of shape"):
-        torch.ops.paraxis.attend_appended(query, again[0][1], values, key, value, 1.0)
+        attend(query, again[0][1], values, key, value, 1.0)
 
 
-def program(queries: int = 1, masked: bool = False, early: bool = False, causal: bool = False) -> GraphModule:
+def program(
+    queries: int = 1, masked: bool = False, early: bool = False, causal: bool = False, compiled: bool = True
+) -> GraphModule:
     """Attention of two query heads for each of two heads that a cache has, as captured."""
     graph = Graph()
     values = {
@@ -96,6 +115,8 @@ def program(queries: int = 1, masked: bool = False, early: bool = False, causal:
 
     grown = [
         call(torch.ops.paraxis.append_rows.default, nodes[a], nodes[b])
+        if compiled
+        else call(append, nodes[a], nodes[b], 2)
         for a, b in (("keys", "key"), ("values", "value"))
     ]
     length = 5 + queries
@@ -116,16 +137,16 @@ def program(queries: int = 1, masked: bool = False, early: bool = False, causal:
     return GraphModule({}, graph)
 
 
-def test_put_in_place() -> None:
-    module = program()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_put_in_place(compiled: bool) -> None:
+    module = program(compiled=compiled)
     inputs = [torch.randn(1, n, k, 16) for n, k in ((4, 1), (2, 5), (2, 5), (2, 1), (2, 1))]
     expected = module(*inputs)
-    assert attend_where_it_grows(module) == 1
+    assert attend_where_it_grows(module, compiled) == 1
     module.graph.lint()
-    names = {str(node.target) for node in module.graph.nodes}
-    assert "paraxis.attend_appended.default" in names and not any(
-        "scaled_dot" in n or "append_rows" in n for n in names
-    )
+    targets = {node.target for node in module.graph.nodes}
+    assert (torch.ops.paraxis.attend_appended.default if compiled else attend_extended) in targets
+    assert not targets & {torch.ops.paraxis.append_rows.default, append, aten.scaled_dot_product_attention.default}
     for found, before in zip(module(*inputs), expected, strict=True):
         torch.testing.assert_close(found, before)
 
@@ -150,6 +171,26 @@ def test_long_programs_after_it() -> None:
     graph.output_node().args = ((*outputs, last),)
     assert attend_where_it_grows(module) == 1
     module.graph.lint()
+
+
+def test_seen_by_those_who_count() -> None:
+    """Under a mode that looks at operators attention is torch's."""
+    seen = []
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    query, key, value = given(1, 2, 2, 16)
+    inputs = (query, torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), key, value)
+    expected = attend_extended(*inputs, 1.0)
+    assert not seen
+    with Watching():
+        found = attend_extended(*inputs, 1.0)
+    assert any("attention" in name for name in seen)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_whatever_the_default_is() -> None:
