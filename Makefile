@@ -23,10 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 # `make test PARAXIS_LONG=1` also runs the tests that take long.
 export PARAXIS_LONG
 
-# Two halves run beside one another: ranks leave a core idle now and then. In the first, most need no ranks.
-BESIDE := tests/rules tests/solver tests/capture tests/kernels tests/passes tests/zoo \
-	tests/weights/test_matching.py tests/weights/test_meta_init.py tests/weights/test_weight_map.py \
-	tests/test_explaining.py tests/test_inputs.py tests/test_placement.py tests/test_plan.py \
+# Two halves run beside one another: ranks leave a core idle now and then. In the first, many need no ranks.
+BESIDE := tests/rules tests/solver tests/capture tests/kernels tests/passes tests/zoo tests/distributed tests/layers \
+	tests/weights tests/test_explaining.py tests/test_inputs.py tests/test_placement.py tests/test_plan.py \
 	tests/test_progress.py tests/test_report.py
 
 test: lint

@@ -15,7 +15,7 @@ import time
 from paraxis.progress import stage
 with stage("Capturing the model"):
     with stage("Searching"):
-        time.sleep(1.2)
+        time.sleep(3)  # looked at every half second, if the machine is not busy
 print("done")
 """
 
