@@ -61,11 +61,12 @@ def write(kind: str, key: str | None, data: Any) -> None:
         pass
 
 
-def key_of(model: nn.Module, **others: Any) -> str | None:
+def key_of(model: nn.Module, *, code: bool = True, **others: Any) -> str | None:
     """A key for what follows from a model of transformers and other plain data; None if there is no telling.
 
-    The model is told by its class, its configuration and the versions of all code that makes it what it is. A module of
-    the user's own, whose forward may be anything, has no key.
+    The model is told by its class, its configuration and the versions of all code that makes it what it is; without
+    ``code``, by what ranks on several machines have in common. A module of the user's own, whose forward may be
+    anything, has no key.
     """
     described = getattr(model, "config", None)
     if not hasattr(described, "to_dict"):
@@ -73,7 +74,7 @@ def key_of(model: nn.Module, **others: Any) -> str | None:
     try:
         known = {
             **others,
-            "code": [_package(), torch.__version__, _version("transformers"), sys.version_info[:2]],
+            "code": [_package(), torch.__version__, _version("transformers"), sys.version_info[:2]] if code else [],
             "model": [type(model).__qualname__, _source(type(model)), _settings(described)],
         }
         return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:32]

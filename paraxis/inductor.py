@@ -21,7 +21,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import Graph, GraphModule, Node
 
 from .capture.functionalize import mutated
-from .capture.guards import ParametersReplaced, form_of
+from .capture.guards import HeldShards, ParametersReplaced, form_of, picker
 from .core import ParallelExecutionCtx
 from .distributed.collectives import backend_of
 from .known_shards import KnownShards
@@ -151,28 +151,29 @@ def _kept(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _caller(lifted: Lifted, compiled: Callable[..., Any], known: KnownShards, pool: Any = None) -> Callable[..., Any]:
     """What is called with the arguments of the captured graph; with ``pool``, recorded where it can be."""
-    sharded, inputs, wrappers = lifted.parameters, lifted.inputs, lifted.wrappers
-    positions, expected = list(lifted.arguments), list(lifted.arguments.values())
+    sharded, wrappers = lifted.parameters, lifted.wrappers
+    brought, expected, inputs = picker(lifted.arguments), tuple(lifted.arguments.values()), picker(lifted.inputs)
     moved, device = lifted.moved, lifted.device
     split = any(p.dp_split is not None for p in sharded)  # type: ignore[attr-defined]
-    held: list[torch.Tensor] = [] if split else [p._local for p in sharded]  # type: ignore[attr-defined]
     forms = [form_of(_like_shard(p)) for p in sharded]
-    written = [i for i, position in enumerate(inputs) if position in lifted.written]
+    held = None if split else HeldShards(sharded, forms)
+    written = [i for i, position in enumerate(lifted.inputs) if position in lifted.written]
     recorded = Recorded(compiled, written, moved, pool) if pool is not None else None
 
+    def gathered() -> list[torch.Tensor]:
+        shards = [unwrap(p) for p in sharded]
+        if [form_of(x) for x in shards] != forms:
+            raise ParametersReplaced("a parameter has a shard of another form than it was compiled for")
+        return shards
+
     def run(*args: Any) -> Any:
-        if not all(map(is_, [args[i] for i in positions], expected)) or not known.fits(args):
+        if not all(map(is_, brought(args), expected)) or not known.fits(args):
             raise ParametersReplaced("a compiled program was called with other tensors than it was compiled for")
-        nonlocal held
         if torch.is_grad_enabled():
-            results = compiled(*(unwrap(p) for p in sharded), *(unwrap(args[i]) for i in inputs))
+            results = compiled(*(unwrap(p) for p in sharded), *(unwrap(x) for x in inputs(args)))
         else:
-            shards = [unwrap(p) for p in sharded] if split else [p._local for p in sharded]  # type: ignore[attr-defined]
-            if split or not all(map(is_, shards, held)):
-                if [form_of(x) for x in shards] != forms:
-                    raise ParametersReplaced("a parameter has a shard of another form than it was compiled for")
-                held = [] if split else shards
-            given = [x._local if isinstance(x := args[i], ShardedTensor) else x for i in inputs]
+            given = [x._local if isinstance(x, ShardedTensor) else x for x in inputs(args)]
+            shards = gathered() if held is None else held.shards()
             if recorded is not None:
                 results = recorded(shards, given)
             else:

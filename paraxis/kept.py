@@ -57,7 +57,16 @@ def fingerprint(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
 
     A model of transformers has one, if it is planned with inputs that are made up.
     """
-    if not config.keep_plans or config.pipeline is not None or examples is not None or not cache.directory(PLANS):
+    if not config.keep_plans or not cache.directory(PLANS):
+        return None
+    return described(model, ctx, config, examples)
+
+
+def described(
+    model: nn.Module, ctx: ParallelExecutionCtx, config: Config, examples: Any, code: bool = True
+) -> str | None:
+    """The key, whether plans are kept or not; ``code``: as of :func:`paraxis.cache.key_of`."""
+    if config.pipeline is not None or examples is not None:
         return None
     try:
         options = {f.name: _option(getattr(config, f.name)) for f in fields(config) if f.name not in IRRELEVANT}
@@ -68,7 +77,7 @@ def fingerprint(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
         for name, p in ctx.param_cache.items()
     }
     ranks = [ctx.world_size, ctx.current_device.type]
-    return cache.key_of(model, parameters=parameters, ranks=ranks, options=options)
+    return cache.key_of(model, code=code, parameters=parameters, ranks=ranks, options=options)
 
 
 def _option(value: Any) -> Any:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from operator import is_
 from typing import Any
 
 import sympy
 import torch
 
+from .capture.guards import picker
 from .sharded import ShardedTensor
 
 
@@ -21,14 +23,14 @@ class KnownShards:
     """Whether sharded inputs are sharded, and laid out, as those that a program was compiled for."""
 
     def __init__(self, examples: dict[int, ShardedTensor]) -> None:
-        self.positions = list(examples)
+        self._given = picker(examples)
         self._specs = [x._spec for x in examples.values()]
         self._layout = Layout([x._local for x in examples.values()])
         self._seen: list[Any] = [_nothing] * len(examples)
 
     def fits(self, args: tuple[Any, ...]) -> bool:
-        tensors = [args[i] for i in self.positions]
-        if all(ref() is x for ref, x in zip(self._seen, tensors, strict=True)):
+        tensors = self._given(args)
+        if all(map(is_, [ref() for ref in self._seen], tensors)):
             return True
         for x, spec in zip(tensors, self._specs, strict=True):
             if x._spec != spec:

@@ -17,9 +17,9 @@ from .capture.blocks import Repeated, find_repeated, only_first
 from .capture.trace import no_collection
 from .compile import CompiledCall, plan_in_pieces, run_pipeline
 from .core import Config, ParallelExecutionCtx
-from .given import use_plan
+from .given import place, use_plan
 from .inputs import SIZES, example_call
-from .kept import fingerprint, keep, recall
+from .kept import described, fingerprint, keep, recall
 from .memory import Kinds, Sizes, growth, kept_tensors, memory_of, resized
 from .meta import tied_names
 from .passes import without_loading
@@ -29,7 +29,7 @@ from .passes.solve import RESULT, Solved
 from .plan import Plan
 from .progress import stage
 from .solver.constraints import check_names, parse
-from .weights.agree import exchange, together
+from .weights.agree import by_itself, exchange, together
 from .weights.materialize import materialize_parameters
 
 if TYPE_CHECKING:
@@ -42,28 +42,70 @@ token by token have programs that nobody wants to wait for."""
 Graph = tuple[Any, list[Any]]
 
 
-def make_plan(
-    call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any, *, load: bool = True
-) -> tuple[Solved | None, list[Repeated]]:
-    """Capture the model, solve the plan and load the weights, all ranks together.
-
-    A deep model is planned by its first blocks where the others are like them. One that cannot be captured as one graph
-    is planned by running it: each of its graphs is solved, and its parameters are loaded, when it is met.
+def make_plan(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> None:
+    """Find the plan of a model and load its weights, all ranks together.
 
     With ``config.plan``, or a plan that was kept from an earlier run, there is nothing to capture or to solve.
-
-    Returns the solution of the model's graph, if it is one, and the blocks that were left out of it.
     """
     ctx.aliases = tied_names(call.module)
     if config.plan is not None:
         use_plan(config.plan, ctx)
-        if load:
-            materialize_parameters(ctx, config)
-        return None, []
-    key = fingerprint(call.module, ctx, config, examples) if load and ctx.is_first else None
-    if load and recall(key, ctx):
-        materialize_parameters(ctx, config)
-        return None, []
+    else:
+        key = fingerprint(call.module, ctx, config, examples) if ctx.is_first else None
+        if not recall(key, ctx):
+            if not _first_for_all(call, ctx, config, examples):
+                find_plan(call, ctx, config, examples)
+            keep(key, ctx)
+    materialize_parameters(ctx, config)
+
+
+def _first_for_all(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> bool:
+    """Let the first rank plan the model, and the others take its plan over; False, on all ranks, if that cannot be.
+
+    Planning uses one core, and ranks often have to share theirs. It has to be the same model for all of them, which can
+    be told of transformers' own. One that has to be run to be planned takes all ranks, and so does one that cannot be
+    planned: each says why.
+    """
+    mine = described(call.module, ctx, config, examples, code=False)
+    everybody = exchange(ctx.everybody, mine, "planning the model")
+    if mine is None or len(everybody) == 1 or set(everybody) != {mine}:
+        return False
+    data = None
+    if ctx.is_first:
+        try:
+            with by_itself():
+                find_plan(call, ctx, config, examples, load=False)
+            assert ctx.plan is not None
+            data = ctx.plan.to_json()
+        except Exception:  # it is met again by all
+            ctx.plan = None
+            _forget_places(ctx)
+    data = exchange(ctx.everybody, data, "planning the model")[0]
+    if data is not None and not ctx.is_first:
+        place(Plan.from_json(data), ctx)
+    return data is not None
+
+
+def _forget_places(ctx: ParallelExecutionCtx) -> None:
+    """Begin again with parameters that have no place."""
+    ctx.parallel_layer_cache.clear()
+    for parameter in ctx.param_cache.values():
+        spec: Any = getattr(parameter, "_spec", None)
+        if spec is not None:
+            spec.placement, spec.group, spec.is_modified_meta, spec.is_parallel = None, ctx.tp_group, False, False
+
+
+def find_plan(
+    call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any, load: bool = True
+) -> tuple[Solved | None, list[Repeated]]:
+    """Capture the model and search for its plan; without ``load``, read no weights.
+
+    A deep model is planned by its first blocks where the others are like them. One that cannot be captured as one graph
+    is planned by running it: each of its graphs is solved, and its parameters are loaded, when it is met.
+
+    Returns the solution of the model's graph, if it is one, and the blocks that were left out of it.
+    """
+    ctx.aliases = tied_names(call.module)
     args, kwargs = example_call(call.module, examples, ctx.current_device, config.objective)
     check_names(parse(config.constraints), {name: ctx.aliases.get(name, [name]) for name in ctx.param_cache})
     if not load:
@@ -88,9 +130,6 @@ def make_plan(
     if graph is not None:
         spread(ctx, repeated, graph[0].meta[RESULT])
     finish_plan(ctx)
-    if load:
-        keep(key, ctx)
-        materialize_parameters(ctx, config)
     return (graph[0].meta[RESULT] if graph is not None else None), repeated
 
 
@@ -198,7 +237,7 @@ def imagined(
             with ctx.timed("build"):
                 model = api.build_on_meta(model, torch_dtype, kwargs)
         parallelized = api.attach(model, ctx, None)
-        solved, repeated = make_plan(CompiledCall(parallelized, ctx, config), ctx, config, examples, load=False)
+        solved, repeated = find_plan(CompiledCall(parallelized, ctx, config), ctx, config, examples, load=False)
         assert ctx.plan is not None and solved is not None
         if sizes is not None:
             with ctx.timed("memory"):

@@ -298,6 +298,17 @@ def wrap(local: torch.Tensor, spec: ShardSpec, size: Sequence[int]) -> ShardedTe
     return _Wrap.apply(local, spec, tuple(size))  # type: ignore[no-any-return]
 
 
+class _Shards:
+    """How often a parameter was given a shard, in all: compiled programs look at their shards again when it changes."""
+
+    given = 0
+
+
+def times_given() -> int:
+    """A number that is another one after some parameter was given another shard."""
+    return _Shards.given
+
+
 def materialize(tensor: ShardedTensor, local: torch.Tensor) -> None:
     """Give an empty sharded parameter its shard, in place, so that it stays the same object."""
     placement, rank = tensor.placement, dist.get_rank(tensor._spec.group)
@@ -307,6 +318,7 @@ def materialize(tensor: ShardedTensor, local: torch.Tensor) -> None:
     if tuple(local.shape) != expected:
         raise ValueError(f"{getattr(tensor._spec, 'name', 'tensor')}: shard {tuple(local.shape)} is not {expected}")
     tensor._local = local
+    _Shards.given += 1
 
 
 def shard_gradient(parameter: ShardedTensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,10 @@ it has not seen in the call before: it raises :class:`ParametersReplaced`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from operator import is_
+import re
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..core import ParameterMeta
-from ..sharded import ShardedTensor
+from ..sharded import ShardedTensor, times_given
 
 _registrations = 0
 _counting = False
@@ -72,23 +74,44 @@ def other_than_parameters(entries: Sequence[Any]) -> list[bool]:
 def with_same_parameters(program: Callable[..., Any], expected: dict[int, nn.Parameter]) -> Callable[..., Any]:
     """A program that raises :class:`ParametersReplaced` if it is called with others than these, by position, or if
     their shards have got another form."""
-    positions, parameters = list(expected), list(expected.values())
-    held: list[torch.Tensor] = []
-    forms: list[Any] = []
+    given, parameters = picker(expected), tuple(expected.values())
+    held = HeldShards(parameters)
 
     def run(*args: Any) -> Any:
-        nonlocal held, forms
-        if not all(map(is_, [args[i] for i in positions], parameters)):
+        if not all(map(is_, given(args), parameters)):
             raise ParametersReplaced("a program was called with other parameters than it was made for")
-        shards: list[torch.Tensor] = [p._local for p in parameters]  # type: ignore[attr-defined]
-        if not (held and all(map(is_, shards, held))):
-            found = [form_of(shard) for shard in shards]
-            if forms and found != forms:
-                raise ParametersReplaced("a parameter has a shard of another form than its program was made for")
-            held, forms = shards, found
+        held.shards()
         return program(*args)
 
     return run
+
+
+class HeldShards:
+    """The shards of some parameters. They are looked at again when a parameter, any one, was given another shard."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], forms: list[Any] | None = None) -> None:
+        self._parameters, self._forms, self._seen = parameters, forms, -1
+        self._held: list[torch.Tensor] = []
+        # torch refuses to swap what is inside of tensors to which there are weak references
+        self._pins = [weakref.ref(p) for p in parameters]
+
+    def shards(self) -> list[torch.Tensor]:
+        """All of them; ``ParametersReplaced`` if their form is another than before."""
+        if self._seen != times_given():
+            now: list[torch.Tensor] = [p._local for p in self._parameters]  # type: ignore[attr-defined]
+            found = [form_of(shard) for shard in now]
+            if self._forms is not None and found != self._forms:
+                raise ParametersReplaced("a parameter has a shard of another form than its program was made for")
+            self._held, self._forms, self._seen = now, found, times_given()
+        return self._held
+
+
+def picker(positions: Iterable[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """What takes the items at these positions out of a tuple."""
+    several = tuple(positions)
+    if len(several) < 2:
+        return lambda items: tuple(items[i] for i in several)
+    return itemgetter(*several)
 
 
 def form_of(local: torch.Tensor) -> Any:
@@ -100,24 +123,32 @@ def form_of(local: torch.Tensor) -> Any:
 def needed_guards(entries: Sequence[Any]) -> list[bool]:
     """For ``torch.compile``'s ``guard_filter_fn``: which guards to keep.
 
-    Left out are those on sharded parameters, on what is inside of other sharded tensors, on torch's own modules
-    except for whether they are in training, and on the attributes of the classes of modules.
+    Left out are those on sharded parameters, on what is inside of other sharded tensors but the first (caches of all
+    layers lie in memory alike, and change alike), on torch's own modules except for whether they are in training, on
+    the attributes of the classes of modules and caches, and on global names of modules, classes and built-in functions.
     """
     if torch.is_grad_enabled():
         return [True] * len(entries)
-    parameters = {e.name for e in entries if e.has_value and _is_parameter(e.value)}
-    return [_is_needed(e, parameters) for e in entries]
+    sharded = {e.name: e.value for e in entries if e.has_value and isinstance(e.value, ShardedTensor)}
+    sharded.pop(next((name for name, value in sharded.items() if not _is_parameter(value)), ""), None)
+    return [_is_needed(e, sharded) for e in entries]
 
 
-def _is_needed(entry: Any, parameters: set[str]) -> bool:
+_OF_CLASSES = re.compile(r"\btype\((L\[')?(model|args|kwargs)\b")
+"""In names of guards: attributes of the class of a module of the model, or of what the model is called with."""
+_CONSTANT = ("MODULE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH")
+
+
+def _is_needed(entry: Any, sharded: dict[str, ShardedTensor]) -> bool:
     name = entry.name
-    if _owner(name) in parameters or name.endswith(".__tensor_flatten__()[0]"):
+    owner = _owner(name)
+    if owner in sharded and (owner != name or _is_parameter(sharded[owner])):
         return False
     if entry.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH":
         return False
     if name.endswith(".training"):
         return True
-    if "type(L['model']" in name and ".__mro__[" in name:
+    if _OF_CLASSES.search(name) or (name.startswith("G[") and entry.guard_type in _CONSTANT):
         return False
     source = entry.orig_guard.source
     return not source.is_unspecialized_builtin_nn_module()

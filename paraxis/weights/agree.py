@@ -28,6 +28,7 @@ PATIENCE = 2.0
 
 _FAILED_TIMEOUT = 60.0  # a rank that has failed itself waits no longer than this before it says so
 _rounds: dict[str, int] = {}  # how many exchanges each group has had; the same on all its ranks
+_by_itself = False
 
 
 class _Unanswered(Exception):
@@ -38,10 +39,21 @@ class _Unanswered(Exception):
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is nobody to talk to: no process group, one rank, or a fake group of many."""
-    if not dist.is_available() or not dist.is_initialized():
+    """Whether there is nobody to talk to: no process group, one rank, a fake group of many, or :func:`by_itself`."""
+    if _by_itself or not dist.is_available() or not dist.is_initialized():
         return True
     return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """Inside, this rank does for the others what all would do together: it asks nobody. They wait in an exchange."""
+    global _by_itself
+    before, _by_itself = _by_itself, True
+    try:
+        yield
+    finally:
+        _by_itself = before
 
 
 class _Round:

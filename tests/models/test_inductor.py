@@ -58,13 +58,14 @@ def replaced(compile: str | None) -> tuple[float, str]:
     from models.compare import context
 
     from paraxis import parallelize_model
+    from paraxis.sharded import materialize
 
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
     model = parallelize_model(block(), context(), example_inputs=x, compile=compile)
     with torch.no_grad():
         expected = model(x)
         for parameter in model.parameters():
-            parameter._local = parameter._local.clone()
+            materialize(parameter, parameter.to_local().clone())
         moved = float((model(x) - expected).abs().max())
         model[1] = nn.Linear(16, 64)
         try:

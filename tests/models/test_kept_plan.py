@@ -1,4 +1,4 @@
-"""Plans that are kept between runs."""
+"""Plans that are kept between runs, and plans that one rank makes for all."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from models.compare import parallel
 from zoo.cases import find
 from zoo.check import differences, run
 
-from paraxis import cache
+from paraxis import cache, planning
 
 PLANNED, REMEMBERED = True, False
+BY_THE_FIRST = [PLANNED, False]
+FIRST_FOR_ALL = planning._first_for_all
 
 
 def planned_again(folder: str, cache: str, **options: Any) -> tuple[bool, Any]:
-    """Whether the model had to be planned, and its plan."""
+    """Whether this rank had to plan the model, and the plan."""
     os.environ["PARAXIS_CACHE"] = cache
     try:
         _, ctx = parallel(folder, **options)
@@ -48,7 +51,7 @@ def folder(tmp_path_factory: Any) -> str:
 def test_the_second_time_it_is_remembered(ranks: Any, folder: str, tmp_path: Path) -> None:
     cache = str(tmp_path)
     first = ranks(2).run(planned_again, folder, cache)
-    assert [planned for planned, _ in first] == [PLANNED, PLANNED]
+    assert [planned for planned, _ in first] == BY_THE_FIRST
     (file,) = (tmp_path / "plans").iterdir()
     second = ranks(2).run(planned_again, folder, cache)
     assert second == [(REMEMBERED, plan) for _, plan in first]
@@ -56,20 +59,56 @@ def test_the_second_time_it_is_remembered(ranks: Any, folder: str, tmp_path: Pat
 
     # Whatever a plan depends on is part of its key.
     for options in ({"objective": "decode"}, {"torch_dtype": torch.float64}):
-        assert all(planned for planned, _ in ranks(2).run(planned_again, folder, cache, **options)), options
+        assert ranks(2).run(planned_again, folder, cache, **options)[0][0] == PLANNED, options
     assert len(list((tmp_path / "plans").iterdir())) == 3
     assert ranks(2).run(planned_again, folder, cache, keep_plans=False)[0][0] == PLANNED
 
     # A file that is broken is no plan, and is written again.
     whole = file.read_text()
     file.write_text(whole[:100])
-    assert [planned for planned, _ in ranks(2).run(planned_again, folder, cache)] == [PLANNED, PLANNED]
+    assert [planned for planned, _ in ranks(2).run(planned_again, folder, cache)] == BY_THE_FIRST
     assert file.read_text() == whole
 
 
 def test_a_directory_that_cannot_be_written(ranks: Any, folder: str, tmp_path: Path) -> None:
     (tmp_path / "plans").write_text("a file in its place")
-    assert all(planned for planned, _ in ranks(2).run(planned_again, folder, str(tmp_path)))
+    assert [planned for planned, _ in ranks(2).run(planned_again, folder, str(tmp_path))] == BY_THE_FIRST
+
+
+def each_by_itself(folder: str) -> tuple[Any, Any]:
+    """The placements, as the first rank found them for all, and as every rank finds them."""
+    _, together = parallel(folder)
+    planning._first_for_all = lambda *_: False  # type: ignore[assignment]
+    try:
+        _, alone = parallel(folder)
+    finally:
+        planning._first_for_all = FIRST_FOR_ALL
+    assert "capture" in alone.timings
+    return together.plan.to_json(), alone.plan.to_json()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
+def test_the_first_plans_as_all_would(ranks: Any, kind: str, tmp_path: Path) -> None:
+    find(kind).make().save_pretrained(tmp_path)  # type: ignore[operator]
+    for together, alone in ranks(2).run(each_by_itself, str(tmp_path)):
+        assert together == alone
+
+
+def wished(folder: str, mine: dict[str, str] | None) -> tuple[str, str]:
+    """What every rank says of a wish that cannot be, or of ranks with wishes that differ."""
+    wishes = mine if mine is not None else {"lm_head": ("column", "whole")[dist.get_rank()]}
+    try:
+        parallel(folder, constraints=wishes)
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_what_cannot_be_planned_is_said_by_all(ranks: Any, folder: str) -> None:
+    for kind, message in ranks(2).run(wished, folder, {"model.layers.*.nothing": "row"}):
+        assert kind == "ConstraintError" and "nothing" in message
+    for _, message in ranks(2).run(wished, folder, None):
+        assert "rank 1" in message
 
 
 def test_where_plans_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
