@@ -26,7 +26,14 @@ from .capture.guards import (
     with_same_parameters,
 )
 from .capture.modes import set_aside, within_modes
-from .capture.trace import fresh_entry, ignore_loggers, no_collection, open_encoders, translated
+from .capture.trace import (
+    fresh_entry,
+    ignore_loggers,
+    install_output_hooks,
+    no_collection,
+    open_encoders,
+    translated,
+)
 from .core import Config, ParallelExecutionCtx
 from .data_parallel import gather_when_used, include, splits
 from .distributed.collectives import meet
@@ -174,6 +181,7 @@ class CompiledCall:
         self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
 
     def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
+        install_output_hooks(self.module)  # a model that runs by a plan that is given was not captured before
         unguarded = bool(options) and self.config.compile is None  # parameters are; torch.compile empties the options
 
         def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

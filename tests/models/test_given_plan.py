@@ -24,7 +24,17 @@ def by_plan(name: str, folder: str, plan: str) -> dict[str, Any]:
     off = differences(run(model, inputs), run(unsharded, inputs))
     ids = inputs["input_ids"][:1]
     tokens = [m.generate(ids, max_new_tokens=6, do_sample=False).tolist() for m in (model, unsharded)]
-    return {"off": off, "placed": placed, "same": tokens[0] == tokens[1], "plan": ctx.plan.to_json()}
+    plan_after = ctx.plan.to_json()
+    with torch.no_grad():
+        states = [m(ids, output_hidden_states=True).hidden_states[1] for m in (model, unsharded)]
+    off = max(off, float((states[0] - states[1]).abs().max()))
+    return {
+        "off": off,
+        "placed": placed,
+        "same": tokens[0] == tokens[1],
+        "plan": plan_after,
+        "breaks": list(ctx.plan.breaks),
+    }
 
 
 @pytest.mark.parametrize("name", ["gpt2"])
@@ -33,7 +43,7 @@ def test_the_model_runs_by_it(ranks: Any, tmp_path: Path, name: str) -> None:
     plan = plan_model(tmp_path, 2)
     plan.save(str(tmp_path / "plan.json"))
     for found in ranks(2).run(by_plan, name, str(tmp_path), str(tmp_path / "plan.json")):
-        assert found["off"] < 1e-4 and found["same"]
+        assert found["off"] < 1e-4 and found["same"] and not found["breaks"]
         assert found["placed"] == {n: str(plan.parameters[n].placement) for n in found["placed"]}
         assert Plan.from_json(found["plan"]) == plan
 
