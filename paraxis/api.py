@@ -180,6 +180,7 @@ def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module
     if dtype is not None and not isinstance(dtype, str):
         model.to(dtype)
     ctx.plan, ctx.compile_times, ctx.averager = None, 0, None
+    ctx.example_inputs, ctx.last_optimized_graph_module, ctx.repeats = [], None, {}
     ctx.conversions = []
     ctx.parallel_layer_cache.clear()
     ctx.param_cache.clear()

@@ -38,7 +38,7 @@ from .core import Config, ParallelExecutionCtx
 from .data_parallel import gather_when_used, include, splits
 from .distributed.collectives import meet
 from .freed import give_back
-from .inductor import compile_local, options_of
+from .inductor import as_it_is, compile_local, options_of
 from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pass_pipeline
 from .passes.appending import grow_in_place
 from .passes.attending import attend_to_prompts, attend_where_it_grows
@@ -104,7 +104,8 @@ def parallelize_backend(
                 reason = str(error).splitlines()
                 why = next((line for line in reason if line.startswith("Caused by")), reason[0])
                 logging.getLogger("paraxis").warning("Inductor cannot compile this graph, which runs as it is: %s", why)
-            return letting_go(local) if splits(ctx, config) else local
+            plain = as_it_is(local, graph_module, _sharded_parameters(graph_module, ctx))
+            return letting_go(plain) if splits(ctx, config) else plain
 
 
 def _sharded_parameters(captured: GraphModule, ctx: ParallelExecutionCtx) -> dict[Any, nn.Parameter]:

@@ -21,7 +21,7 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import Graph, GraphModule, Node
 
 from .capture.functionalize import mutated
-from .capture.guards import HeldShards, ParametersReplaced, form_of, picker
+from .capture.guards import HeldShards, ParametersReplaced, form_of, picker, with_same_parameters
 from .core import ParallelExecutionCtx
 from .distributed.collectives import backend_of
 from .known_shards import KnownShards
@@ -95,7 +95,7 @@ def compile_local(
 
     if any(node.meta.get("random") for node in program.graph.nodes):
         logging.getLogger("paraxis").info("a graph with random draws (dropout) is not compiled by Inductor")
-        return program
+        return as_it_is(program, captured, parameters)
     grad = torch.is_grad_enabled()
     lifted = lift(program, parameters, alone=owner.world_size == 1 and not grad)
     lifted.device = owner.current_device
@@ -137,6 +137,26 @@ def compile_local(
     if grad:
         return _caller(lifted, _kept(compiled) if graphs else compiled, known)
     return _caller(lifted, compiled, known, pool_of(owner) if graphs and on_gpu else None)
+
+
+def as_it_is(program: GraphModule, captured: GraphModule, parameters: dict[Any, nn.Parameter]) -> Callable[..., Any]:
+    """A program that is not compiled where others are. It looks at its arguments as they do: guards on them were left
+    out, unless there are gradients to compute."""
+    if torch.is_grad_enabled():
+        return program
+    placeholders = list(enumerate(captured.graph.find_nodes(op="placeholder")))
+    shown = {i: node.meta["example_value"] for i, node in placeholders if node.target not in parameters}
+    known = KnownShards({i: x for i, x in shown.items() if isinstance(x, ShardedTensor)})
+    checked = with_same_parameters(
+        program, {i: parameters[node.target] for i, node in placeholders if node.target in parameters}
+    )
+
+    def run(*args: Any) -> Any:
+        if not known.fits(args):
+            raise ParametersReplaced("a program was called with other tensors than it was made for")
+        return checked(*args)
+
+    return run
 
 
 def _kept(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from .capture import CaptureError, GraphBreak, capture
 from .capture.blocks import Repeated, find_repeated, only_first
-from .capture.trace import no_collection
+from .capture.trace import install_output_hooks, no_collection
 from .compile import CompiledCall, plan_in_pieces, run_pipeline
 from .core import Config, ParallelExecutionCtx
 from .given import place, use_plan
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 LONGER = 8
 """How many times as long as the planned program the one may be whose memory is counted: models that go through a prompt
 token by token have programs that nobody wants to wait for."""
+
+PATIENCE = 600.0
+"""Seconds that ranks wait for the first one to plan a model for them."""
 
 Graph = tuple[Any, list[Any]]
 
@@ -80,7 +83,7 @@ def _first_for_all(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config
         except Exception:  # it is met again by all
             ctx.plan = None
             _forget_places(ctx)
-    data = exchange(ctx.everybody, data, "planning the model")[0]
+    data = exchange(ctx.everybody, data, "planning the model", max(config.sync_timeout, PATIENCE))[0]
     if data is not None and not ctx.is_first:
         place(Plan.from_json(data), ctx)
     return data is not None
@@ -106,6 +109,7 @@ def find_plan(
     Returns the solution of the model's graph, if it is one, and the blocks that were left out of it.
     """
     ctx.aliases = tied_names(call.module)
+    install_output_hooks(call.module)  # on all blocks, not only on those that are captured now
     args, kwargs = example_call(call.module, examples, ctx.current_device, config.objective)
     check_names(parse(config.constraints), {name: ctx.aliases.get(name, [name]) for name in ctx.param_cache})
     if not load:

@@ -15,16 +15,17 @@ class RandomState:
     """One stream of seeds, the same on all ranks, from which every random operator of a model draws its own.
 
     The first rank's seed decides, so the ranks agree without the user seeding anything. Another ``stream`` draws other
-    numbers from the same seed: ranks that work on other data have one each.
+    numbers from the same seed: ranks that work on other data have one each. A rank that makes a program only to look at
+    it is alone in that, and asks nobody (``agreed``).
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, stream: int = 0) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, stream: int = 0, agreed: bool = True) -> None:
         self.rank = dist.get_rank(group)
         self.device = device
         seed = torch.tensor([torch.initial_seed() % (1 << 62)], dtype=torch.int64, device=device)
-        self.generator = torch.Generator().manual_seed(
-            (int(broadcast(seed, group).item()) + 104729 * stream) % (1 << 62)
-        )
+        if agreed:
+            seed = broadcast(seed, group)
+        self.generator = torch.Generator().manual_seed((int(seed.item()) + 104729 * stream) % (1 << 62))
 
     def run(self, function: Callable[..., Any], sharded: bool, *args: Any, **kwargs: Any) -> Any:
         """Call a random operator; ``sharded`` says whether each rank draws for its own part."""

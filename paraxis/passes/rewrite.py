@@ -27,6 +27,7 @@ from ..rules import Strategy
 from ..sharded import ShardSpec, unwrap, wrap
 from ..solver import Step, Value
 from ..solver.program import is_tensor, tensor_of, value_of
+from ..weights.agree import is_by_itself
 from .combine import combine_sums
 from .layers import Layer, find_layers
 from .local_layers import make_layer
@@ -195,7 +196,9 @@ class Rewriter:
             target, args, kwargs = strategy.localize(target, args, kwargs, self.rank)
         if is_random(step.node):
             if self._random is None:
-                self._random = RandomState(self.group, self.ctx.current_device, self.ctx.dp_rank)
+                self._random = RandomState(
+                    self.group, self.ctx.current_device, self.ctx.dp_rank, agreed=not is_by_itself()
+                )
             seeded = named(_seeded(self._random, target, strategy.is_sharded), f"random_{_name(target)}")
             return self._random_call(seeded, target, tuple(args), kwargs)
         elif not isinstance(target, torch._ops.OpOverload) and hasattr(target, "__name__"):

@@ -56,6 +56,11 @@ def by_itself() -> Iterator[None]:
         _by_itself = before
 
 
+def is_by_itself() -> bool:
+    """Whether this rank is at work for the others, who would not meet it in a collective."""
+    return _by_itself
+
+
 class _Round:
     """One exchange over the store."""
 

@@ -212,10 +212,9 @@ def test_a_pass_of_ones_own(checkpoint: str, ranks: Any) -> None:
     assert ranks(2).run(with_own_pass, checkpoint) == [[5, 5]] * 2  # planned, then compiled
 
 
-def cached(name: str) -> dict[str, Any]:
+def cached(name: str, layers: int) -> dict[str, Any]:
     """Attentions, hidden states and caches of a call."""
-    model = build(name, attn_implementation="eager")
-    whole = build(name, attn_implementation="eager")
+    model, whole = (build(name, num_hidden_layers=layers, attn_implementation="eager") for _ in range(2))
     parallelize_model(model, context())
     ids, _ = batch(256)
     options: dict[str, Any] = {"output_attentions": True, "output_hidden_states": True}
@@ -231,6 +230,8 @@ def cached(name: str) -> dict[str, Any]:
     }
 
 
-def test_attentions_and_hidden_states_are_whole(ranks: Any) -> None:
-    for found in ranks(2).run(cached, "llama"):
+@pytest.mark.parametrize("layers", [2, 5])  # of a deep one, the first blocks alone are captured to plan it
+def test_attentions_and_hidden_states_are_whole(ranks: Any, layers: int) -> None:
+    for found in ranks(2).run(cached, "llama", layers):
+        assert len(found["differences"]) == 2 * layers + 1
         assert max(found["differences"]) < 1e-4 and found["kinds"] == {"Tensor"}

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models.compare import parallel
+from models.compare import context, parallel
+from models.tiny import build
 from zoo.cases import find
 from zoo.check import differences, run
 
-from paraxis import cache, planning
+from paraxis import cache, parallelize_model, planning
 
 PLANNED, REMEMBERED = True, False
 BY_THE_FIRST = [PLANNED, False]
@@ -92,6 +93,21 @@ def test_the_first_plans_as_all_would(ranks: Any, kind: str, tmp_path: Path) -> 
     find(kind).make().save_pretrained(tmp_path)  # type: ignore[operator]
     for together, alone in ranks(2).run(each_by_itself, str(tmp_path)):
         assert together == alone
+
+
+def trained_at_once() -> tuple[bool, float]:
+    """A model that is in training, with dropout, when it is planned."""
+    model = build("gpt2", resid_pdrop=0.1).train()
+    ctx = context()
+    parallelize_model(model, ctx)
+    loss = model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss
+    loss.backward()
+    return "capture" in ctx.timings, float(loss)
+
+
+def test_planning_alone_meets_nobody(ranks: Any) -> None:
+    (first, loss), (second, other) = ranks(2).run(trained_at_once, timeout=120)
+    assert [first, second] == BY_THE_FIRST and loss == other
 
 
 def wished(folder: str, mine: dict[str, str] | None) -> tuple[str, str]:
