@@ -43,7 +43,7 @@ from .passes import AnalyzeBase, InitializeOrLoadWeightsPass, build_parallel_pas
 from .passes.appending import grow_in_place
 from .passes.attending import attend_to_prompts, attend_where_it_grows
 from .passes.experts import experts_in_turn
-from .passes.products import multiply_few_rows
+from .passes.products import multiply_rows
 from .passes.recompute import recompute
 from .passes.replace import finish_plan, place_unused
 from .passes.shorter import shorten
@@ -83,7 +83,7 @@ def parallelize_backend(
         attend_where_it_grows(local, compiled=config.compile is not None)
         if config.compile is None:
             experts_in_turn(local)
-        multiply_few_rows(local, compiled=config.compile is not None)
+        multiply_rows(local, compiled=config.compile is not None)
     if splits(ctx, config):
         gather_when_used(local.graph)
         local.recompile()

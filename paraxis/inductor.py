@@ -28,7 +28,7 @@ from .known_shards import KnownShards
 from .layers import ColumnParallelLinear, RowParallelLinear
 from .passes.decoding import use_row_kernels
 from .passes.grouped import open_single_query_attention
-from .passes.products import FewRows
+from .passes.products import Rows
 from .passes.prompt import give_on_device, is_long, join_narrow_products, open_causal_masks
 from .recording import Recorded, on_device, pool_of
 from .sharded import ShardedTensor, shards_of, unwrap
@@ -124,7 +124,7 @@ def compile_local(
     if on_gpu and is_long(lifted.program.graph):
         patches |= LONG
     if not on_gpu and not grad and inductor_config.post_grad_custom_pre_pass is None:  # or the user has another one
-        patches["post_grad_custom_pre_pass"] = FewRows()
+        patches["post_grad_custom_pre_pass"] = Rows()
     with tracing(TracingContext(fake_mode)):
         try:
             compiled = compile_fx(lifted.program, examples, config_patches=patches)

@@ -7,15 +7,13 @@ of AMD reads at two thirds of what a core can: it goes through a weight from one
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from .native import call_of, kernel, watched
+from . import many_rows
+from .native import call_of, is_plain, kernel, maker, watched
 
 MOST = 4
 """Rows; with more of them a product is arithmetic rather than reading."""
@@ -23,13 +21,13 @@ LEAST = 1 << 13
 """Numbers of a weight; for smaller ones a call is what takes time."""
 
 _Call = call_of("rows weight bias out", "threads count inputs outputs row_stride weight_stride across")
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``F.linear``, by our kernel if it is one that it is made for: a few rows, with nobody looking on."""
-    if x.is_cpu and not watched() and x.dim() > 0 and 0 < x.numel() <= MOST * weight.shape[-1]:
-        result = _multiplied(x, weight, bias)
+    """``F.linear``, with nobody looking on by what is fastest: our kernel for a few rows, oneDNN's for many."""
+    if x.is_cpu and not watched() and x.dim() > 0 and x.numel() > 0:
+        by = _multiplied if x.numel() <= MOST * weight.shape[-1] else many_rows.multiplied
+        result = by(x, weight, bias)
         if result is not None:
             return result
     return F.linear(x, weight, bias)
@@ -41,17 +39,7 @@ def pays(count: int, across: bool) -> bool:
     On a Xeon (Sapphire Rapids) a single row takes 5 to 20 % longer than with MKL, four rows two thirds of the time
     where each output has its weights together.
     """
-    return _maker() == "AuthenticAMD" or (_maker() == "GenuineIntel" and count > 2 and not across)
-
-
-@cache
-def _maker() -> str:
-    """Who made the processor; empty where that cannot be told, or is nobody that the kernel was tried with."""
-    try:
-        shown = Path("/proc/cpuinfo").read_text()[:4096]
-    except OSError:
-        return ""
-    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in shown), "")
+    return maker() == "AuthenticAMD" or (maker() == "GenuineIntel" and count > 2 and not across)
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -68,7 +56,10 @@ def grouped(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> to
 
 def multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
     """``torch.mm(rows, weight, out=out)``"""
-    result = _multiplied(rows, weight.t(), None) if 0 < rows.shape[0] <= MOST and not watched() else None
+    result = None
+    if rows.shape[0] > 0 and not watched():
+        by = _multiplied if rows.shape[0] <= MOST else many_rows.multiplied
+        result = by(rows, weight.t(), None)
     if result is None:
         torch.mm(rows, weight, out=out)
     else:
@@ -77,7 +68,7 @@ def multiply(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> Non
 
 def _multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """``x @ weight.T + bias``; None if it is not for the kernel."""
-    if not (_is_plain(x) and _is_plain(weight) and (bias is None or _is_plain(bias))):
+    if not (is_plain(x) and is_plain(weight) and (bias is None or is_plain(bias))):
         return None
     if weight.dim() != 2 or weight.numel() < LEAST:
         return None
@@ -97,13 +88,6 @@ def _multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     sizes = (torch.get_num_threads(), count, inputs, outputs, inputs, weight.stride(1 if across else 0), across)
     function(ctypes.byref(_Call(*given, *sizes)))
     return out
-
-
-def _is_plain(x: torch.Tensor) -> bool:
-    """Whether numbers lie in memory as a tensor says, in float32."""
-    if type(x) not in _PLAIN or x.dtype != torch.float32 or not x.is_cpu:
-        return False
-    return x.layout is torch.strided and not x.is_neg()
 
 
 # -- as an operator ------------------------------------------------------------------------------------------------

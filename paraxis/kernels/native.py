@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad
 
 LANES = 8
 """Kernels take features by so many."""
+_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @cache
@@ -45,6 +47,23 @@ def watched() -> bool:
         or torch._C._is_tracing()
         or _len_torch_dispatch_stack_pre_dispatch() > 0
     )
+
+
+@cache
+def maker() -> str:
+    """Who made the processor; empty where that cannot be told, or is nobody that kernels were tried with."""
+    try:
+        shown = Path("/proc/cpuinfo").read_text()[:4096]
+    except OSError:
+        return ""
+    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in shown), "")
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Whether numbers lie in memory as a tensor says, in float32."""
+    if type(x) not in _PLAIN or x.dtype != torch.float32 or not x.is_cpu:
+        return False
+    return x.layout is torch.strided and not x.is_neg()
 
 
 def call_of(pointers: str, numbers: str, real: str = "") -> type[ctypes.Structure]:

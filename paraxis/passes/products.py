@@ -1,6 +1,6 @@
-"""Our own kernel for products of a few rows on a CPU, put where torch would multiply: see ``kernels/few_rows.py``.
+"""Faster products on a CPU, put where torch would multiply: see ``kernels/few_rows.py`` and ``kernels/many_rows.py``.
 
-Parallel layers use it by themselves. Here are the products that are none of theirs and, for Inductor, all of them.
+Parallel layers use them by themselves. Here are the products that are none of theirs and, for Inductor, all of them.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 
-from ..kernels import few_rows
+from ..kernels import few_rows, many_rows
 from .experts import is_grouped
 
 aten = torch.ops.aten
 
 
-def multiply_few_rows(module: GraphModule, compiled: bool = False) -> int:
-    """Let products of layers that are not parallel, and of experts, be done by our kernel; how many.
+def multiply_rows(module: GraphModule, compiled: bool = False) -> int:
+    """Let products of layers that are not parallel, and of experts, be done by the faster kernels; how many.
 
-    ``compiled``: by operators that a compiler leaves alone. Those of layers are found later, by :class:`FewRows`.
+    ``compiled``: by operators that a compiler leaves alone. Those of layers are found later, by :class:`Rows`.
     """
     grouped = torch.ops.paraxis.grouped_rows.default if compiled else few_rows.grouped
     count = 0
@@ -37,7 +37,7 @@ def multiply_few_rows(module: GraphModule, compiled: bool = False) -> int:
     return count
 
 
-class FewRows(CustomGraphPass):
+class Rows(CustomGraphPass):
     """What Inductor does with products before it looks for other patterns."""
 
     def __call__(self, graph: Graph) -> None:
@@ -45,26 +45,32 @@ class FewRows(CustomGraphPass):
             for node in graph.find_nodes(op="call_function", target=target):
                 bias: Any = node.args[0] if target is aten.addmm.default else None
                 x, weight = node.args[-2:]
-                if node.kwargs or len(node.args) != (2 if bias is None else 3) or not _fits(x, weight, bias):
+                if node.kwargs or len(node.args) != (2 if bias is None else 3):
+                    continue
+                operator = _operator(x, weight, bias)
+                if operator is None:
                     continue
                 with graph.inserting_before(node):
                     swapped = _swapped(weight) or graph.call_function(aten.permute.default, (weight, [1, 0]))
                     if "val" not in swapped.meta:
                         swapped.meta["val"] = weight.meta["val"].permute(1, 0)  # type: ignore[union-attr]
-                    result = graph.call_function(torch.ops.paraxis.few_rows.default, (x, swapped, bias))
+                    result = graph.call_function(operator, (x, swapped, bias))
                 result.meta = dict(node.meta)
                 node.replace_all_uses_with(result)
                 graph.erase_node(node)
 
     def uuid(self) -> Any:
-        return get_hash_for_files((__file__, few_rows.__file__))
+        return get_hash_for_files((__file__, few_rows.__file__, many_rows.__file__))
 
 
-def _fits(x: Any, weight: Any, bias: Any) -> bool:
+def _operator(x: Any, weight: Any, bias: Any) -> Any:
+    """The one that multiplies these faster; None if there is none."""
     shown = [node.meta.get("val") if isinstance(node, Node) else None for node in (x, weight)]
-    if not few_rows.fits(*shown):
-        return False
-    return bias is None or tuple(bias.meta["val"].shape) == (shown[1].shape[1],)  # type: ignore[union-attr]
+    if bias is not None and tuple(bias.meta["val"].shape) != (shown[1].shape[1],):  # type: ignore[union-attr]
+        return None
+    if few_rows.fits(*shown):
+        return torch.ops.paraxis.few_rows.default
+    return torch.ops.paraxis.many_rows.default if many_rows.fits(*shown) else None
 
 
 def _swapped(weight: Any) -> Node | None:

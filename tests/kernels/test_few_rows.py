@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paraxis.kernels import few_rows
 from paraxis.kernels.native import kernel
-from paraxis.passes.products import FewRows, multiply_few_rows
+from paraxis.passes.products import Rows, multiply_rows
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(kernel("few_rows") is None, reason="there is no compiler")
@@ -145,7 +145,7 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
         ("GenuineIntel", [False, True, False, False]),
         ("", 4 * [False]),
     ):
-        monkeypatch.setattr(few_rows, "_maker", lambda maker=maker: maker)
+        monkeypatch.setattr(few_rows, "maker", lambda maker=maker: maker)
         shown = [(count, w) for w in (weight, weight.t().contiguous().t()) for count in (2, 3)]
         assert [few_rows.fits(torch.empty(count, 64), w.t()) for count, w in shown] == expected
         found = [few_rows._multiplied(torch.randn(count, 64), w, None) is not None for count, w in shown]
@@ -167,7 +167,7 @@ def test_put_in_place(compiled: bool, calls: list[Any]) -> None:
         if node.op == "call_function" and hasattr(node.target, "default"):
             node.target = node.target.default
     expected = module(x)
-    assert multiply_few_rows(module, compiled) == (1 if compiled else 2)
+    assert multiply_rows(module, compiled) == (1 if compiled else 2)
     for found, before in zip(module(x), expected, strict=True):
         torch.testing.assert_close(found, before)
     assert len(calls) == (2 if compiled else 3)
@@ -196,9 +196,9 @@ def test_compiled(transposed: bool, calls: list[Any]) -> None:
     def model(x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.gelu(F.linear(x, first, bias)), second) + x
 
-    compiled = torch.compile(model, dynamic=False, options={"post_grad_custom_pre_pass": FewRows()})
+    compiled = torch.compile(model, dynamic=False, options={"post_grad_custom_pre_pass": Rows()})
     for count, ours in ((1, 2), (3, 4), (7, 4)):
         x = torch.randn(1, count, 64)
         torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
         assert len(calls) == ours
-    assert FewRows().uuid()  # by which what was compiled is found again
+    assert Rows().uuid()  # by which what was compiled is found again

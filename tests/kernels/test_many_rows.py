@@ -1,0 +1,116 @@
+"""Products of many rows with a weight, on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from paraxis.kernels import few_rows, many_rows
+from paraxis.passes.products import Rows
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda w: w,
+    "columns": lambda w: w.t().contiguous().t(),
+    "some of longer rows": lambda w: F.pad(w, (3, 2))[:, 3:-2],
+    "some of longer columns": lambda w: F.pad(w, (0, 0, 1, 5)).t().contiguous()[:, 1:-5].t(),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the weights that oneDNN was called with, on whatever processor."""
+    seen: list[tuple[int, ...]] = []
+    multiplied = many_rows.multiplied
+
+    def watch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+        result = multiplied(x, weight, bias)
+        if result is not None:
+            seen.append(tuple(weight.shape))
+        return result
+
+    monkeypatch.setattr(many_rows, "multiplied", watch)
+    monkeypatch.setattr(many_rows, "maker", lambda: "AuthenticAMD")
+    return seen
+
+
+def check(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected.float(), atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("outputs", "inputs"), [(256, 512), (257, 1023), (1, 1 << 17), (1 << 17, 1)])
+def test_like_torch(outputs: int, inputs: int, form: str, calls: list[Any]) -> None:
+    torch.manual_seed(0)
+    weight = FORMS[form](torch.randn(outputs, inputs) / inputs**0.5)
+    for rows in ((64,), (2, 51)):
+        for bias in (None, torch.randn(outputs)):
+            x = torch.randn(*rows, inputs)
+            check(few_rows.linear(x, weight, bias), x, weight, bias)
+    assert len(calls) == 4
+
+
+def test_what_is_not_for_it(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small products, other dtypes and forms, other processors, and all that somebody else has to see."""
+    x, weight = torch.randn(64, 512), torch.randn(256, 512)
+    others: list[tuple[torch.Tensor, torch.Tensor]] = [
+        (x[:5], weight),
+        (x.double(), weight.double()),
+        (x.bfloat16(), weight.bfloat16()),
+        (torch.randn(512, 64).t(), weight),
+        (x, torch.randn(256, 1024)[:, ::2]),
+        (x, torch._neg_view(weight)),
+    ]
+    for rows, other in others:
+        assert torch.equal(few_rows.linear(rows, other), F.linear(rows, other))
+    with torch.enable_grad():
+        assert few_rows.linear(x, weight.clone().requires_grad_()).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        assert few_rows.linear(x, weight).dtype == torch.bfloat16
+    with torch.backends.mkldnn.flags(enabled=False):
+        few_rows.linear(x, weight)
+    with pytest.raises(RuntimeError):
+        few_rows.linear(torch.randn(64, 511), weight)
+    for maker in ("GenuineIntel", ""):
+        monkeypatch.setattr(many_rows, "maker", lambda maker=maker: maker)
+        few_rows.linear(x, weight)
+    assert not calls
+
+
+def test_experts(calls: list[Any]) -> None:
+    rows, weights = torch.randn(65, 512), torch.randn(2, 512, 256) / 22
+    found = few_rows.grouped(rows, weights, torch.tensor([1, 65]))
+    torch.testing.assert_close(found, torch.cat([rows[:1] @ weights[0], rows[1:] @ weights[1]]))
+    assert calls == [(256, 512)]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_compiled(transposed: bool, dynamic: bool, calls: list[Any]) -> None:
+    """Inductor's products of many rows, with and without a bias; how many rows it may learn when they come."""
+    first, second = torch.randn(512, 256) / 16, torch.randn(256, 512) / 22
+    if transposed:
+        first, second = first.t().contiguous().t(), second.t().contiguous().t()
+    first, second, bias = (torch.nn.Parameter(x) for x in (first, second, torch.randn(512)))  # of sizes that stay
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.gelu(F.linear(x, first, bias)), second) + x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(model, dynamic=dynamic, options={"post_grad_custom_pre_pass": Rows()})
+    for count, ours in ((64, 2), (100, 4), (40, 4)):
+        x = torch.randn(1, count, 256)
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
+        assert len(calls) == ours
