@@ -28,6 +28,7 @@ from .known_shards import KnownShards
 from .layers import ColumnParallelLinear, RowParallelLinear
 from .passes.decoding import use_row_kernels
 from .passes.grouped import open_single_query_attention
+from .passes.placing import count_together, place_prompts
 from .passes.products import Rows
 from .passes.prompt import give_on_device, is_long, join_narrow_products, open_causal_masks
 from .recording import Recorded, on_device, pool_of
@@ -119,6 +120,9 @@ def compile_local(
         open_single_query_attention(lifted.program)
         open_causal_masks(lifted.program)
         join_narrow_products(lifted.program, examples)
+        if graphs:
+            place_prompts(lifted.program)
+            count_together(lifted.program)
     _describe(lifted)
     patches = {**options, "triton.cudagraphs": graphs and grad}
     if on_gpu and is_long(lifted.program.graph):

@@ -11,14 +11,17 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 import torch._dynamo as dynamo
 from torch import nn
+from torch._dynamo import convert_frame
 from torch.fx import GraphModule
 
 from .errors import CaptureError, GraphBreak
+from .frames import with_room
 from .whole import mark_results, mark_whole
 
 
@@ -49,11 +52,18 @@ def forward_entry_sharded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 _serial = itertools.count()
 
 
+@cache
+def _make_room() -> None:
+    """Let what Dynamo compiles of our entry points have room for its calls."""
+    convert_frame.register_bytecode_hook(lambda code, new: with_room(new) if code.co_filename == __file__ else None)
+
+
 def fresh_entry(gather_outputs: bool = True, forward: bool = False) -> Callable[..., Any]:
     """The entry point under a code object of its own: Dynamo keeps its caches and limits per code object.
 
     With ``forward`` it is that of the model's forward alone, which is called from the model's call.
     """
+    _make_room()
     if forward:
         function = forward_entry if gather_outputs else forward_entry_sharded
     else:

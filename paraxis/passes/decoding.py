@@ -51,7 +51,7 @@ def join_increments(graph: Graph) -> None:
     found: dict[tuple[Any, torch.dtype], list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         target, by = node.args[0], node.args[1]
-        value = _value(target)
+        value = value_of(target)
         if node.users or node.kwargs or not isinstance(by, int) or value is None or value.numel() != 1:
             continue
         names = _names(target)
@@ -69,7 +69,7 @@ def open_outer_products(graph: Graph) -> None:
     """A matrix product over a single element is a plain one, which needs no kernel of its own."""
     for target in (aten.matmul.default, aten.bmm.default):
         for node in graph.find_nodes(op="call_function", target=target):
-            a, b = (_value(arg) for arg in node.args)
+            a, b = (value_of(arg) for arg in node.args)
             if a is None or b is None or min(a.dim(), b.dim()) < 2 or a.shape[-1] != 1 or b.shape[-2] != 1:
                 continue
             if a.dtype == b.dtype:
@@ -89,30 +89,30 @@ def _names(node: Any) -> list[Node] | None:
     return names if node in names else None
 
 
-def _value(node: Any) -> torch.Tensor | None:
+def value_of(node: Any) -> torch.Tensor | None:
     value = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 def _dtype(node: Any) -> torch.dtype | None:
-    value = _value(node)
+    value = value_of(node)
     return None if value is None else value.dtype
 
 
-def _is(node: Any, *targets: Any) -> bool:
+def is_call(node: Any, *targets: Any) -> bool:
     return isinstance(node, Node) and node.op == "call_function" and node.target in targets
 
 
 def _bare(node: Any) -> Any:
     """The node before conversions of its dtype."""
-    while _is(node, aten.to.dtype, aten._to_copy.default):
+    while is_call(node, aten.to.dtype, aten._to_copy.default):
         node = node.args[0]
     return node
 
 
-def _both(node: Any, target: Any) -> list[tuple[Any, Any]]:
+def both(node: Any, target: Any) -> list[tuple[Any, Any]]:
     """The arguments of a commutative operator in both orders; none if the node is another operator."""
-    if not _is(node, target) or len(node.args) != 2 or node.kwargs:
+    if not is_call(node, target) or len(node.args) != 2 or node.kwargs:
         return []
     return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
 
@@ -129,7 +129,7 @@ class _Write(NamedTuple):
     value: Node
 
 
-class _Turn(NamedTuple):
+class Turn(NamedTuple):
     """``x * cos + rotate_half(x) * sin``."""
 
     x: Node
@@ -145,19 +145,19 @@ def _attention(graph: Graph, known: dict[Node, Any]) -> int:
         if found is None:
             continue
         query, mask, keys, values = found
-        mask = _base_of(mask)
+        mask = base_of(mask)
         cache = known[keys.cache]
         scale = node.kwargs.get("scale")
         scale = cache.shape[-1] ** -0.5 if scale is None else scale
-        turned, turned_key = _turn(query, cache.shape[-1]), _turn(keys.value, cache.shape[-1])
+        turned, turned_key = (turn_of(x, 1, cache.shape[-1]) for x in (query, keys.value))
         with graph.inserting_before(node):
             if turned and turned_key and turned[1:] == turned_key[1:] and _fresh(keys) and _fresh(values):
                 args: tuple[Any, ...] = (
                     turned.x,
                     turned_key.x,
                     values.value,
-                    _base_of(turned.cos),
-                    _base_of(turned.sin),
+                    base_of(turned.cos),
+                    base_of(turned.sin),
                 )
                 args += (keys.cache, values.cache, keys.position, mask, scale)
                 result = graph.call_function(torch.ops.paraxis.rotate_store_attend.default, args)
@@ -207,7 +207,7 @@ def _attention_parts(node: Node, known: dict[Node, Any]) -> tuple[Node, Any, _Wr
     if not isinstance(query, Node) or known[values.cache].shape != cache.shape or keys.position is not values.position:
         return None
     if mask is not None:
-        seen = _value(mask)
+        seen = value_of(mask)
         if seen is None or seen.dim() != 4 or tuple(seen.shape[1:]) != (1, 1, cache.shape[2]):
             return None
         if seen.shape[0] not in (1, cache.shape[0]) or seen.dtype not in (torch.bool, *DTYPES):
@@ -217,16 +217,16 @@ def _attention_parts(node: Node, known: dict[Node, Any]) -> tuple[Node, Any, _Wr
 
 def _written(node: Any) -> _Write | None:
     """The write whose result a node is."""
-    if _is(node, aten.index_put_.default) and not (len(node.args) > 3 and node.args[3]) and not node.kwargs:
+    if is_call(node, aten.index_put_.default) and not (len(node.args) > 3 and node.args[3]) and not node.kwargs:
         cache, index, value = node.args[:3]
         if len(index) != 3 or index[0] is not None or index[1] is not None:
             return None
         position = index[2]
-    elif _is(node, aten.index_copy_.default) and node.args[1] == 2:
+    elif is_call(node, aten.index_copy_.default) and node.args[1] == 2:
         cache, _, position, value = node.args
     else:
         return None
-    at = _value(position)
+    at = value_of(position)
     if not isinstance(cache, Node) or cache.op != "placeholder" or not isinstance(value, Node) or at is None:
         return None
     return _Write(node, cache, position, value) if at.numel() == 1 and at.dtype == torch.int64 else None
@@ -237,24 +237,25 @@ def _fresh(write: _Write) -> bool:
     return list(write.cache.users) == [write.node]
 
 
-def _turn(node: Any, features: int) -> _Turn | None:
-    for direct, crossed in _both(node, aten.add.Tensor):
-        for x, cos in _both(direct, aten.mul.Tensor):
-            for half, sin in _both(crossed, aten.mul.Tensor):
+def turn_of(node: Any, rows: int, features: int) -> Turn | None:
+    """The parts of queries or keys that are turned by their positions."""
+    for direct, crossed in both(node, aten.add.Tensor):
+        for x, cos in both(direct, aten.mul.Tensor):
+            for half, sin in both(crossed, aten.mul.Tensor):
                 if not _is_half_turn(half, x, features):
                     continue
-                if all(_per_token(by, x, features) for by in (cos, sin)):
-                    return _Turn(x, cos, sin)
+                if all(_per_token(by, x, rows, features) for by in (cos, sin)):
+                    return Turn(x, cos, sin)
     return None
 
 
 def _is_half_turn(node: Any, x: Any, features: int) -> bool:
     """``cat([-x[..., half:], x[..., :half]], -1)``"""
-    if not _is(node, aten.cat.default) or len(node.args[0]) != 2 or argument(node, 1, "dim", 0) not in (-1, 3):
+    if not is_call(node, aten.cat.default) or len(node.args[0]) != 2 or argument(node, 1, "dim", 0) not in (-1, 3):
         return False
     negative, low = node.args[0]
-    high: Any = negative.args[0] if _is(negative, aten.neg.default) else None
-    if not _is(low, aten.slice.Tensor) or not _is(high, aten.slice.Tensor):
+    high: Any = negative.args[0] if is_call(negative, aten.neg.default) else None
+    if not is_call(low, aten.slice.Tensor) or not is_call(high, aten.slice.Tensor):
         return False
     bounds = [(s.args[0], *(argument(s, i, n, d) for i, n, d in _SLICE)) for s in (low, high)]
     half = features // 2
@@ -270,23 +271,23 @@ def _is_half_turn(node: Any, x: Any, features: int) -> bool:
 _SLICE = ((1, "dim", 0), (2, "start", None), (3, "end", None), (4, "step", 1))
 
 
-def _per_token(by: Any, x: Any, features: int) -> bool:
-    """Whether a factor is the same for all heads, for the one token there is."""
-    value, of = _value(by), _value(x)
+def _per_token(by: Any, x: Any, rows: int, features: int) -> bool:
+    """Whether a factor is the same for all heads, with a row for each token."""
+    value, of = value_of(by), value_of(x)
     return (
         value is not None
         and of is not None
         and value.dtype == of.dtype
         and value.dim() == 4
-        and tuple(value.shape[1:]) == (1, 1, features)
+        and tuple(value.shape[1:]) == (1, rows, features)
         and value.shape[0] in (1, of.shape[0])
     )
 
 
-def _base_of(node: Any) -> Any:
+def base_of(node: Any) -> Any:
     """The same numbers without dimensions that were added: one tensor for all layers rather than one for each."""
-    while _is(node, aten.unsqueeze.default, aten.expand.default, aten.view.default, aten.reshape.default):
-        value, source = _value(node), _value(node.args[0])
+    while is_call(node, aten.unsqueeze.default, aten.expand.default, aten.view.default, aten.reshape.default):
+        value, source = value_of(node), value_of(node.args[0])
         if value is None or source is None or source.dim() < 2 or value.numel() != source.numel():
             break
         if value.shape[0] != source.shape[0] or value.shape[-1] != source.shape[-1]:
@@ -297,9 +298,9 @@ def _base_of(node: Any) -> Any:
 
 def _simplify_position(graph: Graph, node: Node) -> None:
     """``arange(1) + x`` is ``x``: one kernel less for every layer that keeps its own count."""
-    for counted, x in _both(node, aten.add.Tensor):
-        value = _value(x)
-        if not _is(counted, aten.arange.start_step, aten.arange.default, aten.arange.start) or value is None:
+    for counted, x in both(node, aten.add.Tensor):
+        value = value_of(x)
+        if not is_call(counted, aten.arange.start_step, aten.arange.default, aten.arange.start) or value is None:
             continue
         if value.dtype != torch.int64 or value.numel() != 1 or _is_counted_on(x):
             continue
@@ -346,7 +347,7 @@ def _linears(graph: Graph, known: dict[Node, Any]) -> int:
 def _row_of(node: Node, known: dict[Node, Any]) -> bool:
     """Whether a linear layer is one on a single row, with a weight that is an input of the program."""
     x, others = node.args[0], node.args[1:]
-    row, weight = _value(x), known.get(others[0])  # type: ignore[arg-type]
+    row, weight = value_of(x), known.get(others[0])  # type: ignore[arg-type]
     if row is None or not isinstance(weight, torch.Tensor) or not all(isinstance(n, int) for n in row.shape):
         return False
     if prod(row.shape[:-1]) != 1 or row.dtype not in DTYPES or node.kwargs:
@@ -392,19 +393,19 @@ def _emit_linears(graph: Graph, nodes: list[Node], known: dict[Node, Any]) -> No
 
 def _whole_of(node: Node) -> Node:
     """What a slice takes all of."""
-    if _is(node, aten.slice.Tensor):
-        value, whole = _value(node), _value(node.args[0])
+    if is_call(node, aten.slice.Tensor):
+        value, whole = value_of(node), value_of(node.args[0])
         if value is not None and whole is not None and value.shape == whole.shape:
             return node.args[0]  # type: ignore[return-value]
     return node
 
 
 def _norm(node: Any, known: dict[Node, Any], features: int) -> _Norm | None:
-    for weight, scaled in _both(node, aten.mul.Tensor):
+    for weight, scaled in both(node, aten.mul.Tensor):
         held = known.get(weight)
         if not isinstance(held, torch.Tensor) or tuple(held.shape) != (features,):
             continue
-        for value, root in _both(_bare(scaled), aten.mul.Tensor):
+        for value, root in both(_bare(scaled), aten.mul.Tensor):
             x = _bare(value)
             eps = _root_mean_square(root, x)
             right = _dtype(scaled) == held.dtype == _dtype(x) and _dtype(value) == torch.float32
@@ -415,24 +416,24 @@ def _norm(node: Any, known: dict[Node, Any], features: int) -> _Norm | None:
 
 def _root_mean_square(node: Any, x: Node) -> float | None:
     """The ``eps`` of ``rsqrt(mean(x ** 2, -1) + eps)`` in float32."""
-    if not _is(node, aten.rsqrt.default) or _dtype(node) != torch.float32:
+    if not is_call(node, aten.rsqrt.default) or _dtype(node) != torch.float32:
         return None
-    for mean, eps in _both(node.args[0], aten.add.Tensor):
-        if not isinstance(eps, (int, float)) or not _is(mean, aten.mean.dim) or mean.kwargs:
+    for mean, eps in both(node.args[0], aten.add.Tensor):
+        if not isinstance(eps, (int, float)) or not is_call(mean, aten.mean.dim) or mean.kwargs:
             continue
         if len(mean.args) != 3 or mean.args[1] not in ([-1], (-1,)) or mean.args[2] is not True:
             continue
         square = mean.args[0]
-        if _is(square, aten.pow.Tensor_Scalar) and square.args[1] == 2 and _bare(square.args[0]) is x:
+        if is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2 and _bare(square.args[0]) is x:
             return float(eps)
     return None
 
 
 def _summands(node: Node) -> tuple[Node, Node] | None:
     """The two rows that a row is the sum of."""
-    if not _is(node, aten.add.Tensor) or node.kwargs or not all(isinstance(a, Node) for a in node.args):
+    if not is_call(node, aten.add.Tensor) or node.kwargs or not all(isinstance(a, Node) for a in node.args):
         return None
-    values = [_value(a) for a in (*node.args, node)]
+    values = [value_of(a) for a in (*node.args, node)]
     if any(v is None or v.shape != values[2].shape or v.dtype != values[2].dtype for v in values):  # type: ignore[union-attr]
         return None
     return node.args[0], node.args[1]  # type: ignore[return-value]
@@ -444,7 +445,7 @@ def _gate(nodes: list[Node]) -> tuple[Node, Node, Node] | None:
         return None
     for first, second in (nodes, nodes[::-1]):
         silu, product = next(iter(first.users)), next(iter(second.users))
-        if not _is(silu, aten.silu.default) or len(silu.users) != 1 or not _is(product, aten.mul.Tensor):
+        if not is_call(silu, aten.silu.default) or len(silu.users) != 1 or not is_call(product, aten.mul.Tensor):
             continue
         if set(product.args) == {silu, second}:
             return first, second, product

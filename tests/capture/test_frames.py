@@ -1,0 +1,37 @@
+"""Frames of compiled programs leave room for the calls they make."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paraxis.capture import frames, trace
+
+
+def sized(slots: int) -> object:
+    code = trace.forward_entry.__code__
+    return code.replace(co_stacksize=slots)
+
+
+@pytest.mark.parametrize("slots", [10, 900, 1100, 1700, 1990, 2010, 2100, 4000, 4070, 4080, 5000, 8100])
+def test_room(slots: int) -> None:
+    code = sized(slots)
+    roomy = frames.with_room(code)
+    if frames.frame_of(code) >= frames.PIECE // 2:
+        assert frames.left_by(roomy) >= frames.LEAST
+        assert frames.frame_of(roomy) <= 2 * frames.frame_of(code) + frames.PIECE
+    else:
+        assert roomy is code
+    assert roomy.co_code == code.co_code
+
+
+def test_what_dynamo_compiles_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    with_room = trace.with_room
+    monkeypatch.setattr(trace, "with_room", lambda code: seen.append(code) or with_room(code))
+    entry = trace.fresh_entry(gather_outputs=False)
+    compiled = torch.compile(entry, backend="eager", fullgraph=True)
+    layer = torch.nn.Linear(2, 2)
+    x = torch.randn(3, 2)
+    assert torch.equal(compiled(layer, x), layer(x))
+    assert len(seen) == 1
