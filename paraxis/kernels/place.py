@@ -9,9 +9,7 @@ from __future__ import annotations
 import torch
 
 
-def places(
-    query: torch.Tensor, key: torch.Tensor, length: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def places(query: torch.Tensor, key: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Room for the results: the query as [batch, heads, rows, features] whose rows lie side by side, and two caches."""
     batch, heads, rows, features = query.shape
     turned = query.new_empty((batch, rows, heads, features)).transpose(1, 2)

@@ -44,9 +44,7 @@ def layer(
         for x in (key, value)
     ]
     groups = query.shape[1] // key.shape[1]
-    keys, values = (
-        x[:, :, None].expand(-1, -1, groups, -1, -1).reshape(x.shape[0], -1, *x.shape[2:]) for x in caches
-    )
+    keys, values = (x[:, :, None].expand(-1, -1, groups, -1, -1).reshape(x.shape[0], -1, *x.shape[2:]) for x in caches)
     mask = torch.arange(LENGTH)[None, None, None, :] <= torch.arange(key.shape[2])[None, None, :, None]
     return F.scaled_dot_product_attention(query, keys, values, mask), *caches, count
 
