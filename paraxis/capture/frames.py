@@ -1,9 +1,10 @@
 """Room on Python's stack for the calls that a compiled program makes.
 
-Python keeps frames in pieces of 16 KB, makes a larger piece for a frame that does not fit into one, and gives a piece
-back when its last frame ends. The frame of a program that fills caches for many layers is about as large as a piece. If
-it leaves little room, each of the hundreds of short calls that fill the caches has a piece mapped and unmapped for
-itself, which takes longer than everything else that the program does in Python.
+Python keeps frames in pieces of 16 KB and gives a piece back when its last frame ends. A frame that does not fit into
+what is left of a piece gets a new one, which is large enough for some calls as well. The frame of a program that fills
+the caches of many layers takes most of a piece. If it just fits into what is left, each of the hundreds of short calls
+that fill the caches has a piece mapped and unmapped for itself, which takes longer than everything else that the
+program does in Python.
 """
 
 from __future__ import annotations
@@ -11,12 +12,10 @@ from __future__ import annotations
 from types import CodeType
 
 PIECE = 1 << 14
-"""Bytes of a piece; larger ones are twice, four times as large and so on."""
-LEAST = 1 << 13
-"""Bytes that calls should find."""
+"""Bytes of a piece."""
 SLOT = 8
-OVERHEAD = 24
-"""Slots of a frame for Python itself, and of a piece; some more than there are."""
+OVERHEAD = 8
+"""Slots of a frame for Python itself; there are not fewer."""
 
 
 def frame_of(code: CodeType) -> int:
@@ -25,19 +24,9 @@ def frame_of(code: CodeType) -> int:
     return SLOT * (names + code.co_stacksize + OVERHEAD)
 
 
-def left_by(code: CodeType) -> int:
-    """The bytes that are left in a piece which was made for its frame."""
-    size, piece = frame_of(code), PIECE
-    while piece < size:
-        piece *= 2
-    return piece - size
-
-
 def with_room(code: CodeType) -> CodeType:
-    """The same code, whose frame comes in a larger piece if it would leave little in its own.
-
-    Small frames share a piece with those of their callers, and are left alone.
-    """
-    if frame_of(code) < PIECE // 2 or left_by(code) >= LEAST:
+    """The same code; a frame of more than half a piece is made to need one of its own."""
+    size = frame_of(code)
+    if not PIECE // 2 <= size < PIECE:
         return code
-    return code.replace(co_stacksize=code.co_stacksize + left_by(code) // SLOT + 1)
+    return code.replace(co_stacksize=code.co_stacksize + (PIECE - size) // SLOT)

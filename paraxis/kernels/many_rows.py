@@ -30,11 +30,17 @@ def multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     """``x @ weight.T + bias``; None if that is better left to torch."""
     if weight.dim() != 2 or not pays(x.numel() * weight.shape[0]) or x.shape[-1] != weight.shape[1]:
         return None
-    if not (is_plain(x) and is_plain(weight) and x.is_contiguous() and 1 in weight.stride()):
+    if not (is_plain(x) and is_plain(weight) and x.is_contiguous() and _is_matrix(weight)):
         return None
     if bias is not None and not (is_plain(bias) and bias.shape == weight.shape[:1] and bias.is_contiguous()):
         return None
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _is_matrix(weight: torch.Tensor) -> bool:
+    """Whether its rows, or its columns, lie one behind the other."""
+    (rows, columns), (down, along) = weight.shape, weight.stride()
+    return (along == 1 and down >= columns) or (down == 1 and along >= rows)
 
 
 # -- as an operator ------------------------------------------------------------------------------------------------
@@ -49,7 +55,7 @@ def fits(x: Any, weight: Any) -> bool:
             return False
     if not all(isinstance(n, int) for n in (*weight.shape, *weight.stride(), *x.stride())):
         return False
-    if x.stride() != (x.shape[1], 1) or 1 not in weight.stride():
+    if x.stride() != (x.shape[1], 1) or not _is_matrix(weight):
         return False
     return pays((x.shape[0] if isinstance(x.shape[0], int) else ROWS) * weight.numel())
 

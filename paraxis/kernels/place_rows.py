@@ -57,7 +57,7 @@ def place_kernel(
     BLOCK: tl.constexpr,
 ):
     """Program (block of rows, head, batch): ``H`` heads of queries, then ``G`` of keys and ``G`` of values."""
-    head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     col = tl.arange(0, D)[None, :]
     cos_ptr += batch * cos_batch

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..capture.functionalize import is_view
 from ..kernels import place  # noqa: F401 -- registers the operator
 from .decoding import DTYPES, base_of, both, is_call, turn_of, value_of
-from .grouped import argument, tidied, unrepeated
+from .grouped import argument, is_impure, tidied, unrepeated
 
 aten = torch.ops.aten
 
@@ -23,14 +24,18 @@ def place_prompts(module: GraphModule) -> int:
     """Replace in place what the kernel does; how many times."""
     graph: Graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
+    writes = _writes(graph)
     count = 0
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        found = _parts(node)
+        found = _parts(node, order, writes)
         if found is None:
             continue
         replaced, args = found
-        last = max((arg for arg in args if isinstance(arg, Node)), key=order.__getitem__)
+        given = [arg for arg in args if isinstance(arg, Node)]
+        last = max(given, key=order.__getitem__)
         if any(order[user] <= order[last] for old in replaced for user in old.users):
+            continue
+        if any(_home(arg) in writes for arg in given):  # they may change before they were read
             continue
         with graph.inserting_after(last):
             results = graph.call_function(torch.ops.paraxis.rotate_place.default, args)
@@ -49,21 +54,21 @@ def count_together(module: GraphModule) -> int:
     """Count on copies of counters (each layer's cache has its own) in one go; how many counters."""
     graph: Graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    found: dict[tuple[Any, Any], list[tuple[Node, Node]]] = {}
+    writes = _writes(graph)
+    found: dict[tuple[Any, Any], list[tuple[Node, Node, Node]]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         copy, by = node.args[0], node.args[1]
-        counter, value = unmoved(copy), value_of(copy)
-        if counter is copy or value is None or not isinstance(by, int) or node.kwargs:
+        counter, value = _original(copy), value_of(copy)
+        if counter is None or counter in writes or value is None or not isinstance(by, int) or node.kwargs:
             continue
-        if [user for user in copy.users if user.is_impure()] == [node]:
-            found.setdefault((by, value.dtype), []).append((node, copy))
+        if writes[copy] == [node] and not any(is_view(user) for user in copy.users):
+            found.setdefault((by, value.dtype), []).append((node, copy, counter))
     for (by, _), pairs in found.items():
-        first = min((node for node, _ in pairs), key=order.__getitem__)
-        counters = [unmoved(copy) for _, copy in pairs]
+        first = min((node for node, *_ in pairs), key=order.__getitem__)
         with graph.inserting_before(first):
-            sums = graph.call_function(aten._foreach_add.Scalar, (counters, by))
+            sums = graph.call_function(aten._foreach_add.Scalar, ([counter for *_, counter in pairs], by))
             items = [graph.call_function(operator.getitem, (sums, i)) for i in range(len(pairs))]
-        for (node, copy), item, counter in zip(pairs, items, counters, strict=True):
+        for (node, copy, counter), item in zip(pairs, items, strict=True):
             item.meta = dict(copy.meta)
             for user in set(copy.users) - {node}:
                 user.replace_input_with(copy, counter if order[user] < order[node] else item)
@@ -72,14 +77,34 @@ def count_together(module: GraphModule) -> int:
     return tidied(module, sum(map(len, found.values())))
 
 
-def unmoved(node: Any) -> Any:
-    """The input that a node is a copy of, where it is one and nobody writes into the input."""
-    if not is_call(node, aten.clone.default):
-        return node
-    source = node.args[0]
-    if source.op != "placeholder" or any(user.is_impure() for user in source.users):
-        return node
-    return source
+def _original(node: Any) -> Node | None:
+    """The input that a node is a copy of."""
+    source = node.args[0] if is_call(node, aten.clone.default) else None
+    return source if isinstance(source, Node) and source.op == "placeholder" else None
+
+
+def _home(node: Node) -> Node:
+    """The tensor whose memory a node is, or may be, another name of."""
+    while is_view(node) or (node.op == "call_function" and is_impure(node) and isinstance(node.args[0], Node)):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _writes(graph: Graph) -> dict[Node, list[Node]]:
+    """The tensors that are written to, and by which nodes."""
+    found: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output") or not is_impure(node):
+            continue
+        schema = getattr(node.target, "_schema", None)
+        targets = node.all_input_nodes
+        if schema is not None and not node.kwargs:
+            pairs = zip(schema.arguments, node.args, strict=False)
+            changed = [arg for given, arg in pairs if given.alias_info is not None and given.alias_info.is_write]
+            targets = [x for arg in changed for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        for target in targets:
+            found.setdefault(_home(target), []).append(node)
+    return found
 
 
 class _Write(NamedTuple):
@@ -90,10 +115,12 @@ class _Write(NamedTuple):
     rows: Node
 
 
-def _parts(node: Node) -> tuple[tuple[Node, Node, Node], tuple[Any, ...]] | None:
+def _parts(
+    node: Node, order: dict[Node, int], writes: dict[Node, list[Node]]
+) -> tuple[tuple[Node, Node, Node], tuple[Any, ...]] | None:
     """(query, keys, values) of an attention as the kernel gives them, and what it takes."""
     query: Any = node.args[0]
-    keys, values = (_written(states) for states in node.args[1:3])
+    keys, values = (_written(states, order, writes) for states in node.args[1:3])
     shown = value_of(query)
     if keys is None or values is None or keys.start is not values.start or shown is None or shown.dim() != 4:
         return None
@@ -115,16 +142,21 @@ def _parts(node: Node) -> tuple[tuple[Node, Node, Node], tuple[Any, ...]] | None
     turned, turned_key = turn_of(query, count, features), turn_of(keys.rows, count, features)
     if turned is None or turned_key is None or turned[1:] != turned_key[1:]:
         return None
-    if value_of(turned_key.x).shape != rows.shape:  # type: ignore[union-attr]
+    if _shape(turned.x) != tuple(shown.shape) or _shape(turned_key.x) != tuple(rows.shape):
         return None
     factors = [base_of(by) for by in turned[1:]]
-    if any(tuple(value_of(by).shape[1:]) != (count, features) for by in factors):  # type: ignore[union-attr]
+    if _shape(factors[0]) != _shape(factors[1]) or _shape(factors[0])[1:] != (count, features):
         return None
     args = (turned.x, turned_key.x, values.rows, *factors, keys.start, length)
     return (query, keys.node, values.node), args
 
 
-def _written(node: Any) -> _Write | None:
+def _shape(node: Any) -> tuple[Any, ...]:
+    value = value_of(node)
+    return () if value is None else tuple(value.shape)
+
+
+def _written(node: Any, order: dict[Node, int], writes: dict[Node, list[Node]]) -> _Write | None:
     """The write whose result, or first rows, attention sees."""
     if is_call(node, aten.slice.Tensor) and argument(node, 1, "dim", 0) == 2 and argument(node, 2, "start", None) == 0:
         node = node.args[0]
@@ -137,10 +169,12 @@ def _written(node: Any) -> _Write | None:
         return None
     written = value_of(rows)
     for counted, start in both(index[2], aten.add.Tensor):
-        first, value = unmoved(start), value_of(start)
+        first, value = _original(start) or start, value_of(start)
         if written is None or written.dim() != 4 or value is None or value.dtype != torch.int64 or value.numel() != 1:
             continue
         if first.op != "placeholder" or not is_call(counted, *_RANGES):
+            continue
+        if any(order[change] < order[index[2]] for change in writes.get(start, ())):
             continue
         if counted.args in ((0, written.shape[2]), (0, written.shape[2], 1), (written.shape[2],)):
             return _Write(node, first, rows)
@@ -151,9 +185,11 @@ _RANGES = (aten.arange.start_step, aten.arange.start, aten.arange.default)
 
 
 def _is_zero(node: Any) -> bool:
-    """Whether a tensor, or the one that it is the rank's part of, is nothing but zeros."""
-    if getattr(getattr(node, "target", None), "__name__", "") == "take_shard":
+    """Whether a tensor, or the one that it is the rank's part of, is zeros that nobody else sees, or writes to."""
+    if getattr(getattr(node, "target", None), "__name__", "") == "take_shard" and len(node.users) == 1:
         node = node.args[0]
+    if not isinstance(node, Node) or len(node.users) != 1:
+        return False
     if is_call(node, aten.full.default):
         return isinstance(node.args[1], (int, float)) and node.args[1] == 0
     return is_call(node, aten.zeros.default)

@@ -66,11 +66,11 @@ class Rows(CustomGraphPass):
 def _operator(x: Any, weight: Any, bias: Any) -> Any:
     """The one that multiplies these faster; None if there is none."""
     shown = [node.meta.get("val") if isinstance(node, Node) else None for node in (x, weight)]
-    if bias is not None and tuple(bias.meta["val"].shape) != (shown[1].shape[1],):  # type: ignore[union-attr]
+    operators = ((few_rows, torch.ops.paraxis.few_rows), (many_rows, torch.ops.paraxis.many_rows))
+    operator = next((found.default for kernel, found in operators if kernel.fits(*shown)), None)
+    if operator and bias is not None and tuple(bias.meta["val"].shape) != (shown[1].shape[1],):  # type: ignore[union-attr]
         return None
-    if few_rows.fits(*shown):
-        return torch.ops.paraxis.few_rows.default
-    return torch.ops.paraxis.many_rows.default if many_rows.fits(*shown) else None
+    return operator
 
 
 def _swapped(weight: Any) -> Node | None:

@@ -72,6 +72,8 @@ def test_what_is_not_for_it(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -
         (torch.randn(512, 64).t(), weight),
         (x, torch.randn(256, 1024)[:, ::2]),
         (x, torch._neg_view(weight)),
+        (x, torch.randn(256 + 511).unfold(0, 512, 1)),
+        (x, torch.randn(3 * 256 + 512).as_strided((256, 512), (3, 1))),
     ]
     for rows, other in others:
         assert torch.equal(few_rows.linear(rows, other), F.linear(rows, other))

@@ -141,3 +141,112 @@ def test_what_stays(changes: dict[str, int], options: dict[str, Any]) -> None:
     module = traced(model, given)
     assert place_prompts(module) == 0
     compare(module, model, given)
+
+
+# -- what is written to in between -----------------------------------------------------------------------------------
+
+
+def counted_before(q: Any, k: Any, v: Any, cos: Any, sin: Any, counter: Any) -> tuple[torch.Tensor, ...]:
+    """One counter for all layers, counted on before they run, and looked at again."""
+    at = torch.arange(ROWS) + counter
+    counter.add_(ROWS)
+    v = v * 1
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    query, key = turned(q, cos, sin), turned(k, cos, sin)
+    caches = [aten.index_put(torch.zeros(1, 2, LENGTH, FEATURES), [None, None, at], x) for x in (key, v)]
+    keys, values = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, 4, LENGTH, FEATURES) for x in caches)
+    return F.scaled_dot_product_attention(query, keys, values), *caches, counter + 0
+
+
+def counted_by_a_view(*given: Any) -> tuple[torch.Tensor, ...]:
+    """The copy of the counter is another number by the time it is used."""
+    count = given[5].clone()
+    count.view(1).add_(2)
+    return in_a_layer(*given[:5], count)
+
+
+def in_a_layer(
+    q: Any, k: Any, v: Any, cos: Any, sin: Any, count: Any, zeros: Any = None, change: Any = None
+) -> tuple[torch.Tensor, ...]:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    query, key = turned(q, cos, sin), turned(k, cos, sin)
+    if change is not None:
+        change()
+    at = torch.arange(ROWS) + count
+    empty = [torch.zeros(x.shape[0], 2, LENGTH, FEATURES) if zeros is None else zeros for x in (key, v)]
+    caches = [aten.index_put(e, [None, None, at], x) for e, x in zip(empty, (key, v), strict=True)]
+    groups = query.shape[1] // 2
+    keys, values = (x[:, :, None].expand(-1, -1, groups, -1, -1).reshape(x.shape[0], -1, *x.shape[2:]) for x in caches)
+    return F.scaled_dot_product_attention(query, keys, values), *caches
+
+
+def value_changed_in_part(q: Any, k: Any, v: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+    base = v * 1
+    return in_a_layer(q, k, base.view(v.shape), *given[:2], given[2].clone(), change=lambda: base[:, :, 0].mul_(3))
+
+
+def factor_changed(q: Any, k: Any, v: Any, cos: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+    cos = cos * 1
+    cos[:, 0].mul_(3)
+    return in_a_layer(q, k, v, cos, given[0], given[1].clone())
+
+
+def zeros_changed(*given: Any) -> tuple[torch.Tensor, ...]:
+    zeros = torch.zeros(1, 2, LENGTH, FEATURES)
+    zeros[:, :, -1].add_(1)
+    return in_a_layer(*given[:5], given[5].clone(), zeros=zeros)
+
+
+def query_of_one_row(q: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+    return in_a_layer(q[:, :, :1], *given[:4], given[4].clone())
+
+
+def one_of_two_factors_for_all(q: Any, k: Any, v: Any, cos: Any, sin: Any, counter: Any) -> tuple[torch.Tensor, ...]:
+    return in_a_layer(q, k, v, cos[:1], sin, counter.clone())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        counted_before,
+        counted_by_a_view,
+        value_changed_in_part,
+        factor_changed,
+        zeros_changed,
+        query_of_one_row,
+        one_of_two_factors_for_all,
+    ],
+)
+def test_what_would_be_read_too_early_or_too_late(model: Any) -> None:
+    batch = 2 if model is one_of_two_factors_for_all else 1
+    given = inputs(batch)
+    module = traced(model, [x.clone() for x in given])
+    assert place_prompts(module) == 0
+    count_together(module)
+    found, expected = module(*(x.clone() for x in given)), model(*(x.clone() for x in given))
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_same_without_changes_is_placed() -> None:
+    """What the models above are when nobody writes: else they would pass for another reason."""
+
+    def model(*given: Any) -> tuple[torch.Tensor, ...]:
+        return in_a_layer(*given[:5], given[5].clone())
+
+    module = traced(model, inputs())
+    assert place_prompts(module) == 1
+    compare(module, model, inputs())
+
+
+def test_views_of_counters() -> None:
+    def model(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+        count = counter.clone()
+        seen = count[None]
+        count.add_(3)
+        return x + seen
+
+    given = [torch.rand(4), torch.tensor(0)]
+    module = traced(model, given)
+    assert count_together(module) == 0
+    torch.testing.assert_close(module(*given), model(*given))
