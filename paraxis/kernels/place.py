@@ -6,6 +6,8 @@ take longer to start than to run.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
@@ -40,32 +42,17 @@ def _by_operators(
     return turned, keys, values
 
 
-def _by_kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    start: torch.Tensor,
-    length: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _by_kernel(query: torch.Tensor, key: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from .place_rows import launch
 
+    value, cos, sin, start, length = others
     results = places(query, key, length)
     launch(query, key, value, cos, sin, start, *results)
     return results
 
 
-def _like(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    start: torch.Tensor,
-    length: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return places(query, key, length)
+def _like(query: torch.Tensor, key: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return places(query, key, others[-1])
 
 
 _library = torch.library.Library("paraxis", "FRAGMENT")

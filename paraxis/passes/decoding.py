@@ -16,9 +16,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .grouped import argument, is_impure, shape_of, unrepeated
+from .patterns import DTYPES, bare, base_of, both, dtype_of, is_call, turn_of, value_of
 
 aten = torch.ops.aten
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDEST = 16384
 """Features up to which a program of a kernel holds a whole row."""
 
@@ -85,36 +85,8 @@ def _names(node: Any) -> list[Node] | None:
         return None
     names = [base]
     for name in names:
-        names += [u for u in name.users if str(u.target).startswith("aten.to.") and _dtype(u) == _dtype(node)]
+        names += [u for u in name.users if str(u.target).startswith("aten.to.") and dtype_of(u) == dtype_of(node)]
     return names if node in names else None
-
-
-def value_of(node: Any) -> torch.Tensor | None:
-    value = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _dtype(node: Any) -> torch.dtype | None:
-    value = value_of(node)
-    return None if value is None else value.dtype
-
-
-def is_call(node: Any, *targets: Any) -> bool:
-    return isinstance(node, Node) and node.op == "call_function" and node.target in targets
-
-
-def _bare(node: Any) -> Any:
-    """The node before conversions of its dtype."""
-    while is_call(node, aten.to.dtype, aten._to_copy.default):
-        node = node.args[0]
-    return node
-
-
-def both(node: Any, target: Any) -> list[tuple[Any, Any]]:
-    """The arguments of a commutative operator in both orders; none if the node is another operator."""
-    if not is_call(node, target) or len(node.args) != 2 or node.kwargs:
-        return []
-    return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
 
 
 # -- attention -------------------------------------------------------------------------------------------------------
@@ -127,14 +99,6 @@ class _Write(NamedTuple):
     cache: Node
     position: Node
     value: Node
-
-
-class Turn(NamedTuple):
-    """``x * cos + rotate_half(x) * sin``."""
-
-    x: Node
-    cos: Node
-    sin: Node
 
 
 def _attention(graph: Graph, known: dict[Node, Any]) -> int:
@@ -195,7 +159,7 @@ def _attention_parts(node: Node, known: dict[Node, Any]) -> tuple[Node, Any, _Wr
         features = cache.shape[-1]
         if (
             cache.dtype not in DTYPES
-            or _dtype(query) != cache.dtype
+            or dtype_of(query) != cache.dtype
             or not all(isinstance(n, int) for n in cache.shape)
         ):
             return None
@@ -235,65 +199,6 @@ def _written(node: Any) -> _Write | None:
 def _fresh(write: _Write) -> bool:
     """Whether nobody else looks at the cache: it may be written later, by the kernel that reads it."""
     return list(write.cache.users) == [write.node]
-
-
-def turn_of(node: Any, rows: int, features: int) -> Turn | None:
-    """The parts of queries or keys that are turned by their positions."""
-    for direct, crossed in both(node, aten.add.Tensor):
-        for x, cos in both(direct, aten.mul.Tensor):
-            for half, sin in both(crossed, aten.mul.Tensor):
-                if not _is_half_turn(half, x, features):
-                    continue
-                if all(_per_token(by, x, rows, features) for by in (cos, sin)):
-                    return Turn(x, cos, sin)
-    return None
-
-
-def _is_half_turn(node: Any, x: Any, features: int) -> bool:
-    """``cat([-x[..., half:], x[..., :half]], -1)``"""
-    if not is_call(node, aten.cat.default) or len(node.args[0]) != 2 or argument(node, 1, "dim", 0) not in (-1, 3):
-        return False
-    negative, low = node.args[0]
-    high: Any = negative.args[0] if is_call(negative, aten.neg.default) else None
-    if not is_call(low, aten.slice.Tensor) or not is_call(high, aten.slice.Tensor):
-        return False
-    bounds = [(s.args[0], *(argument(s, i, n, d) for i, n, d in _SLICE)) for s in (low, high)]
-    half = features // 2
-    return (
-        all(b[0] is x and b[1] in (-1, 3) and b[4] == 1 for b in bounds)
-        and bounds[0][2] in (None, 0)
-        and bounds[0][3] == half
-        and bounds[1][2] == half
-        and (bounds[1][3] is None or bounds[1][3] >= features)
-    )
-
-
-_SLICE = ((1, "dim", 0), (2, "start", None), (3, "end", None), (4, "step", 1))
-
-
-def _per_token(by: Any, x: Any, rows: int, features: int) -> bool:
-    """Whether a factor is the same for all heads, with a row for each token."""
-    value, of = value_of(by), value_of(x)
-    return (
-        value is not None
-        and of is not None
-        and value.dtype == of.dtype
-        and value.dim() == 4
-        and tuple(value.shape[1:]) == (1, rows, features)
-        and value.shape[0] in (1, of.shape[0])
-    )
-
-
-def base_of(node: Any) -> Any:
-    """The same numbers without dimensions that were added: one tensor for all layers rather than one for each."""
-    while is_call(node, aten.unsqueeze.default, aten.expand.default, aten.view.default, aten.reshape.default):
-        value, source = value_of(node), value_of(node.args[0])
-        if value is None or source is None or source.dim() < 2 or value.numel() != source.numel():
-            break
-        if value.shape[0] != source.shape[0] or value.shape[-1] != source.shape[-1]:
-            break
-        node = node.args[0]
-    return node
 
 
 def _simplify_position(graph: Graph, node: Node) -> None:
@@ -405,10 +310,10 @@ def _norm(node: Any, known: dict[Node, Any], features: int) -> _Norm | None:
         held = known.get(weight)
         if not isinstance(held, torch.Tensor) or tuple(held.shape) != (features,):
             continue
-        for value, root in both(_bare(scaled), aten.mul.Tensor):
-            x = _bare(value)
+        for value, root in both(bare(scaled), aten.mul.Tensor):
+            x = bare(value)
             eps = _root_mean_square(root, x)
-            right = _dtype(scaled) == held.dtype == _dtype(x) and _dtype(value) == torch.float32
+            right = dtype_of(scaled) == held.dtype == dtype_of(x) and dtype_of(value) == torch.float32
             if eps is not None and right and held.is_contiguous():
                 return _Norm(x, weight, eps)
     return None
@@ -416,7 +321,7 @@ def _norm(node: Any, known: dict[Node, Any], features: int) -> _Norm | None:
 
 def _root_mean_square(node: Any, x: Node) -> float | None:
     """The ``eps`` of ``rsqrt(mean(x ** 2, -1) + eps)`` in float32."""
-    if not is_call(node, aten.rsqrt.default) or _dtype(node) != torch.float32:
+    if not is_call(node, aten.rsqrt.default) or dtype_of(node) != torch.float32:
         return None
     for mean, eps in both(node.args[0], aten.add.Tensor):
         if not isinstance(eps, (int, float)) or not is_call(mean, aten.mean.dim) or mean.kwargs:
@@ -424,7 +329,7 @@ def _root_mean_square(node: Any, x: Node) -> float | None:
         if len(mean.args) != 3 or mean.args[1] not in ([-1], (-1,)) or mean.args[2] is not True:
             continue
         square = mean.args[0]
-        if is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2 and _bare(square.args[0]) is x:
+        if is_call(square, aten.pow.Tensor_Scalar) and square.args[1] == 2 and bare(square.args[0]) is x:
             return float(eps)
     return None
 

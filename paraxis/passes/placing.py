@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..capture.functionalize import is_view
 from ..kernels import place  # noqa: F401 -- registers the operator
-from .decoding import DTYPES, base_of, both, is_call, turn_of, value_of
 from .grouped import argument, is_impure, tidied, unrepeated
+from .patterns import DTYPES, base_of, both, is_call, turn_of, value_of
 
 aten = torch.ops.aten
 
@@ -85,8 +85,11 @@ def _original(node: Any) -> Node | None:
 
 def _home(node: Node) -> Node:
     """The tensor whose memory a node is, or may be, another name of."""
-    while is_view(node) or (node.op == "call_function" and is_impure(node) and isinstance(node.args[0], Node)):
-        node = node.args[0]  # type: ignore[assignment]
+    while is_view(node) or (node.op == "call_function" and is_impure(node)):
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node):
+            break
+        node = source
     return node
 
 
@@ -103,7 +106,8 @@ def _writes(graph: Graph) -> dict[Node, list[Node]]:
             changed = [arg for given, arg in pairs if given.alias_info is not None and given.alias_info.is_write]
             targets = [x for arg in changed for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
         for target in targets:
-            found.setdefault(_home(target), []).append(node)
+            if isinstance(target, Node):
+                found.setdefault(_home(target), []).append(node)
     return found
 
 

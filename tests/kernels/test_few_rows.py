@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers.integrations.moe  # noqa: F401 -- defines an operator
+from kernels.products import FORMS, weights_seen
 from torch.fx import symbolic_trace
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,12 +19,6 @@ from paraxis.passes.products import Rows, multiply_rows
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(kernel("few_rows") is None, reason="there is no compiler")
-FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "rows": lambda w: w,
-    "columns": lambda w: w.t().contiguous().t(),
-    "some of longer rows": lambda w: F.pad(w, (3, 2))[:, 3:-2],
-    "some of longer columns": lambda w: F.pad(w, (0, 0, 1, 5)).t().contiguous()[:, 1:-5].t(),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -35,18 +30,8 @@ def no_grad() -> Iterator[None]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the weights that the kernel was called with."""
-    seen: list[tuple[int, ...]] = []
-    multiplied = few_rows._multiplied
-
-    def watch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-        result = multiplied(x, weight, bias)
-        if result is not None:
-            seen.append(tuple(weight.shape))
-        return result
-
-    monkeypatch.setattr(few_rows, "_multiplied", watch)
     monkeypatch.setattr(few_rows, "pays", lambda count, across: True)
-    return seen
+    return weights_seen(monkeypatch, few_rows, "_multiplied")
 
 
 def off(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> float:
