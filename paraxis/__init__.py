@@ -12,29 +12,29 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "parallelize_model": "api",
-    "plan_model": "planning",
-    "warm_up": "warming",
-    "no_sync": "data_parallel",
+    "plan_model": "plan.make",
+    "warm_up": "runtime.warming",
+    "no_sync": "data_parallel.setup",
     "save_state": "weights.state",
     "load_state": "weights.state",
-    "explain_plan": "explaining",
-    "compare_plans": "comparing",
+    "explain_plan": "plan.explain",
+    "compare_plans": "plan.diff",
     "report_plan": "report",
     "Machine": "solver",
     "ConstraintError": "solver",
-    "parallelize_backend": "compile",
-    "Config": "core",
-    "ParallelExecutionCtx": "core",
-    "ParameterMeta": "core",
-    "ParameterSlice": "core",
-    "HashableSlice": "core",
-    "MetaAwareMethodsPatcher": "meta",
-    "initialize_parameter_meta": "meta",
-    "move_model_to_device": "meta",
-    "ShardedTensor": "sharded",
+    "parallelize_backend": "runtime.backend",
+    "Config": "config",
+    "ParallelExecutionCtx": "context",
+    "ParameterMeta": "tensor.parameter_meta",
+    "ParameterSlice": "tensor.parameter_meta",
+    "HashableSlice": "tensor.parameter_meta",
+    "MetaAwareMethodsPatcher": "weights.meta_init",
+    "initialize_parameter_meta": "weights.meta_init",
+    "move_model_to_device": "weights.meta_init",
+    "ShardedTensor": "tensor.sharded_tensor",
     "Plan": "plan",
-    "CaptureError": "capture",
-    "CheckpointError": "weights.errors",
+    "CaptureError": "errors",
+    "CheckpointError": "errors",
     "CollectiveError": "errors",
     "UnsoundRuleError": "errors",
     "register_rule": "rules",
@@ -46,22 +46,23 @@ __all__ = ["__version__", *_EXPORTS]
 if TYPE_CHECKING:
     from .api import parallelize_model
     from .capture import CaptureError
-    from .comparing import compare_plans
-    from .compile import parallelize_backend
-    from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
-    from .data_parallel import no_sync
-    from .errors import CollectiveError, UnsoundRuleError
-    from .explaining import explain_plan
-    from .meta import MetaAwareMethodsPatcher, initialize_parameter_meta, move_model_to_device
+    from .config import Config
+    from .context import ParallelExecutionCtx
+    from .data_parallel.setup import no_sync
+    from .errors import CheckpointError, CollectiveError, UnsoundRuleError
     from .placement import ensure_divisibility
     from .plan import Plan
-    from .planning import plan_model
+    from .plan.diff import compare_plans
+    from .plan.explain import explain_plan
+    from .plan.make import plan_model
     from .report import report_plan
     from .rules import register_rule
-    from .sharded import ShardedTensor
+    from .runtime.backend import parallelize_backend
+    from .runtime.warming import warm_up
     from .solver import ConstraintError, Machine
-    from .warming import warm_up
-    from .weights.errors import CheckpointError
+    from .tensor.parameter_meta import HashableSlice, ParameterMeta, ParameterSlice
+    from .tensor.sharded_tensor import ShardedTensor
+    from .weights.meta_init import MetaAwareMethodsPatcher, initialize_parameter_meta, move_model_to_device
     from .weights.state import load_state, save_state
 
 

@@ -13,21 +13,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .behaviour import dress
-from .core import Config, HashableSlice, ParallelExecutionCtx, ParameterMeta, ParameterSlice
-from .data_parallel import check_option
-from .forwarding import program_of
-from .meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
-from .planning import make_plan
-from .sharded import ShardedTensor
-from .weights.agree import exchange, together
-from .weights.errors import CheckpointError
+from .config import Config
+from .context import ParallelExecutionCtx
+from .data_parallel.setup import check_option
+from .distributed.consensus import all_gather_object, on_all_ranks
+from .errors import CheckpointError
+from .plan.make import make_plan
+from .runtime.model_methods import install_model_methods
+from .runtime.redirect_forward import compiled_call_of
+from .tensor.parameter_meta import HashableSlice, ParameterMeta, ParameterSlice
+from .tensor.sharded_tensor import ShardedTensor
 from .weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
 from .weights.init import as_the_model_does, left_out, new_head
 from .weights.load import load_buffers
 from .weights.matching import match
 from .weights.materialize import checksums
-from .weights.same import check_same_files
+from .weights.meta_init import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
+from .weights.same_files import check_same_files
 from .weights.weight_map import check_checkpoint, collect_weight_map
 
 
@@ -75,9 +77,9 @@ def parallelize_model(
     if not isinstance(model, nn.Module):
         check_transformers_version()
         folder = resolve_checkpoint(
-            model, revision, cache_dir, local_files_only, weights=not skip_load_weights, group=parallel_ctx.everybody
+            model, revision, cache_dir, local_files_only, weights=not skip_load_weights, group=parallel_ctx.world_group
         )
-        with together(parallel_ctx.everybody, f"building {os.fspath(model)!r}"):
+        with on_all_ranks(parallel_ctx.world_group, f"building {os.fspath(model)!r}"):
             model = _build(folder, model_args, torch_dtype, kwargs)
     elif kwargs:
         raise TypeError(f"unknown options for a module: {', '.join(kwargs)}")
@@ -86,17 +88,17 @@ def parallelize_model(
         for parameter in parallel_ctx.param_cache.values():
             _meta(parameter).source = None
     if folder is not None and not skip_load_weights:
-        with together(parallel_ctx.everybody, "checking the checkpoint"):
+        with on_all_ranks(parallel_ctx.world_group, "checking the checkpoint"):
             made_up = _map_weights(parallelized, folder, parallel_ctx, config.keep_plans)
-        check_same_files(folder, parallel_ctx.weight_map.values(), parallel_ctx.everybody)
+        check_same_files(folder, parallel_ctx.weight_map.values(), parallel_ctx.world_group)
         if made_up and parallel_ctx.is_first:
             warnings.warn(_not_trained(made_up, folder), stacklevel=2)
     _check_same_weights(parallel_ctx)
-    call = program_of(parallelized, parallel_ctx, config)
+    call = compiled_call_of(parallelized, parallel_ctx, config)
     make_plan(call, parallel_ctx, config, examples)
     if hasattr(parallelized, "generation_config") and folder is not None:
         _load_generation_config(parallelized, folder)
-    dress(parallelized, parallel_ctx, call)
+    install_model_methods(parallelized, parallel_ctx, call)
     return parallelized
 
 
@@ -179,7 +181,7 @@ def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module
         raise RuntimeError("this model is already parallel: call parallelize_model on a model once")
     if dtype is not None and not isinstance(dtype, str):
         model.to(dtype)
-    ctx.plan, ctx.compile_times, ctx.averager = None, 0, None
+    ctx.plan, ctx.compile_times, ctx.grad_reducer = None, 0, None
     ctx.example_inputs, ctx.last_optimized_graph_module, ctx.repeats = [], None, {}
     ctx.conversions = []
     ctx.parallel_layer_cache.clear()
@@ -222,9 +224,9 @@ def _not_trained(names: list[str], folder: Path) -> str:
 def _check_same_weights(ctx: ParallelExecutionCtx) -> None:
     """A module that comes with values must come with the same ones on every rank."""
     mine = checksums(ctx.param_cache)
-    everybody = exchange(ctx.everybody, mine, "comparing the weights of the module")
-    for rank, theirs in enumerate(everybody):
-        differing = [n for n in {**theirs, **everybody[0]} if theirs.get(n) != everybody[0].get(n)]
+    answers = all_gather_object(ctx.world_group, mine, "comparing the weights of the module")
+    for rank, theirs in enumerate(answers):
+        differing = [n for n in {**theirs, **answers[0]} if theirs.get(n) != answers[0].get(n)]
         if differing:
             raise CheckpointError(
                 f"the ranks hold different values: {len(differing)} parameters of rank {rank} differ from rank 0's "

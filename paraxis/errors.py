@@ -15,3 +15,15 @@ class UnsoundRuleError(ValueError):
 
     The message names the operator, the number of ranks, the placements and what is wrong.
     """
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be found, read, or matched with the model. The message says what to do."""
+
+
+class CaptureError(RuntimeError):
+    """The model cannot be captured."""
+
+
+class GraphBreak(CaptureError):
+    """The model cannot be captured as one graph, but it can be run as several."""

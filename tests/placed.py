@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paraxis.core import ParallelExecutionCtx
+from paraxis.context import ParallelExecutionCtx
 from paraxis.placement import Placement, Shard
-from paraxis.sharded import ShardedTensor, ShardSpec
+from paraxis.tensor.sharded_tensor import ShardedTensor, ShardSpec
 
 
 def world_ctx() -> ParallelExecutionCtx:

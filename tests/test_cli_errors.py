@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from paraxis.cli import COMMANDS, app
 from paraxis.cli import _planning as options
-from paraxis.core import OBJECTIVES
+from paraxis.config import OBJECTIVES
 from paraxis.plan import CollectivePlan, Plan
 
 LLAMA = {

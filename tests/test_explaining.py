@@ -11,10 +11,10 @@ from solver.programs import Transformer
 from torch import nn
 
 from paraxis import compare_plans, plan_model
-from paraxis.capture.blocks import Repeated
-from paraxis.explaining import Explanation, explain_planned
-from paraxis.listing import _Listing
-from paraxis.planning import Planned, imagined
+from paraxis.capture.repeated_blocks import Repeated
+from paraxis.plan.explain import Explanation, explain_planned
+from paraxis.plan.listing import _Listing
+from paraxis.plan.make import Planned, plan_offline
 
 IDS = (torch.zeros(2, 8, dtype=torch.long),)
 
@@ -37,7 +37,7 @@ def test_two_plans() -> None:
 
 @pytest.fixture(scope="module")
 def planned() -> Iterator[Planned]:
-    with imagined(Transformer(layers=6), 4, None, {"example_inputs": IDS}) as found:
+    with plan_offline(Transformer(layers=6), 4, None, {"example_inputs": IDS}) as found:
         yield found
     torch._dynamo.reset()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paraxis.inputs import example_call
+from paraxis.capture.dummy_inputs import example_call
 
 
 class Model(nn.Module):

@@ -13,8 +13,8 @@ from marks import long
 from models.tiny import build, config, save
 
 from paraxis import Plan, plan_model
-from paraxis.activations import Ledger, Storage
-from paraxis.memory import kept_tensors
+from paraxis.plan.activations import Ledger, Storage
+from paraxis.plan.memory import kept_tensors
 
 BATCH, CONTEXT = 3, 20
 NEAR = 0.05
@@ -44,7 +44,7 @@ def measured_prompt(folder: str, batch: int, context: int) -> tuple[int, int, in
     """Bytes of parameters, of the cache after a prompt, and of all that was allocated for the prompt at most."""
     from models.compare import parallel
 
-    from paraxis.memory import held_tensors
+    from paraxis.plan.memory import held_tensors
 
     model, _ = parallel(folder)
     ids, held = torch.ones(batch, context, dtype=torch.long), []

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paraxis.recording import Recording
+from paraxis.runtime.cuda_graphs import CUDAGraphReplay
 
 
 class Replayed:
@@ -20,7 +20,7 @@ class Replayed:
 
 
 def test_counters_are_copied_when_they_change() -> None:
-    recording: Any = object.__new__(Recording)
+    recording: Any = object.__new__(CUDAGraphReplay)
     recording.single, recording.copies, recording.together = [], {}, [0, 1]
     recording.numbers, recording.filled = torch.full((2,), -1), None
     recording.results, recording.leaving = [], []

@@ -16,9 +16,9 @@ from models.tiny import build
 from torch import nn
 from zoo.cases import find
 
-from paraxis.memory import Sizes
 from paraxis.plan import Plan
-from paraxis.planning import imagined
+from paraxis.plan.make import plan_offline
+from paraxis.plan.memory import Sizes
 from paraxis.report import report, report_plan
 from paraxis.report.steps import Section, Step, sections_of, steps_of
 
@@ -35,7 +35,7 @@ class Made:
 
 @pytest.fixture(scope="module")
 def llama() -> Made:
-    with imagined(build("llama-tied"), 4, None, {}, Sizes(2, 64)) as planned:
+    with plan_offline(build("llama-tied"), 4, None, {}, Sizes(2, 64)) as planned:
         steps = steps_of(planned)
         return Made(planned.plan, steps, sections_of(steps, planned), report(planned, "a <model>"))
 
@@ -75,7 +75,7 @@ def test_other_models(tmp_path: Path) -> None:
     """Two collectives in one, and a module without transformers."""
     case = find("t5*")
     model = case.make()
-    with imagined(model, 2, None, {"example_inputs": case.inputs(model)}, Sizes()) as planned:
+    with plan_offline(model, 2, None, {"example_inputs": case.inputs(model)}, Sizes()) as planned:
         assert "all-reduce of both" in report(planned, "t5")
     plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
     plan = report_plan(plain, 2, tmp_path / "plain.html", example_inputs={"input": torch.ones(2, 8)})

@@ -15,8 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from paraxis.distributed import count_collectives
 from paraxis.distributed.redistribute import sum_copies
 from paraxis.placement import SHARED, Layout, Placement, Shard
-from paraxis.results import whole_when_read
-from paraxis.sharded import ShardSpec, wrap
+from paraxis.runtime.gather_on_access import gather_on_access
+from paraxis.tensor.sharded_tensor import ShardSpec, wrap
 
 SHAPE = (6, 8)
 PLACEMENTS: dict[str, Placement] = {
@@ -34,7 +34,7 @@ def output(placement: Placement) -> tuple[Any, torch.Tensor, torch.Tensor]:
     local = cut(whole, placement, dist.get_rank()).clone().requires_grad_()
     logits = wrap(local * 1.0, ShardSpec(placement, dist.group.WORLD), SHAPE)  # type: ignore[arg-type]
     made = CausalLMOutputWithPast(loss=local.sum(), logits=logits)  # type: ignore[arg-type]
-    return whole_when_read(made), local, whole
+    return gather_on_access(made), local, whole
 
 
 def gradients() -> None:

@@ -12,10 +12,10 @@ from placed import cut, placed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from paraxis import outside
-from paraxis.core import ParameterMeta
 from paraxis.placement import REPLICATE, Layout, Placement, Shard, local_shape
-from paraxis.sharded import ShardedTensor, ShardSpec, materialize, unwrap, wrap
+from paraxis.tensor import dispatch as outside
+from paraxis.tensor.parameter_meta import ParameterMeta
+from paraxis.tensor.sharded_tensor import ShardedTensor, ShardSpec, materialize, unwrap, wrap
 
 SHAPE = (6, 8)
 PLACEMENTS: dict[str, Placement] = {

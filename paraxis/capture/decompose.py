@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..sharded import ShardedTensor
-from .errors import CaptureError
-from .opaque import trace_custom_function
-from .vmapped import find_sections
+from ..errors import CaptureError
+from ..tensor.sharded_tensor import ShardedTensor
+from .custom_functions import trace_custom_function
+from .vmap import find_sections
 
 KEEP = {
     "linear",

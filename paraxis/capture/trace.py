@@ -20,9 +20,9 @@ from torch import nn
 from torch._dynamo import convert_frame
 from torch.fx import GraphModule
 
-from .errors import CaptureError, GraphBreak
-from .frames import with_room
-from .whole import mark_results, mark_whole
+from ..compat.frames import with_room
+from ..errors import CaptureError, GraphBreak
+from .mark_output import mark_output, mark_results
 
 
 class _Captured(Exception):
@@ -31,7 +31,7 @@ class _Captured(Exception):
 
 def entry(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What is compiled: the model's call, hooks included, with the caller's tensors marked."""
-    return mark_whole(model._call_impl(*args, **kwargs))
+    return mark_output(model._call_impl(*args, **kwargs))
 
 
 def entry_sharded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def ignore_loggers() -> None:
 
 
 @contextmanager
-def open_encoders() -> Iterator[None]:
+def no_mha_fastpath() -> Iterator[None]:
     """Without torch's fused kernel for a whole encoder layer in evaluation: what is inside it could not be split."""
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -113,7 +113,7 @@ def open_encoders() -> Iterator[None]:
 
 
 @contextmanager
-def no_collection() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Without Python's garbage collection: compiling makes millions of objects, and going through those that live over
     and over takes a quarter of the time."""
     before = gc.isenabled()
@@ -165,7 +165,7 @@ def capture(
     install_output_hooks(model)
     compiled = torch.compile(fresh_entry(forward=forward), fullgraph=True, backend=backend, dynamic=False)
     try:
-        with open_encoders(), no_collection():
+        with no_mha_fastpath(), gc_paused():
             compiled(model, *args, **kwargs)
     except _Captured:
         return

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli import bench, calibrate, code, demo, diff, doctor, explain, export, generate, plan, verify
-from paraxis.cli._errors import ended_by_signals
+from . import bench, calibrate, code, demo, diff, doctor, explain, export, generate, plan, verify
+from ._errors import ended_by_signals
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.command,

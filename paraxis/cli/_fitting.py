@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from paraxis.cli._errors import UsageError
+from ._errors import UsageError
 
 if TYPE_CHECKING:
-    from paraxis import Plan
+    from .. import Plan
 
 SIZES = {"a100": 80, "h100": 80, "h200": 141, "b200": 180, "l40s": 48, "a10": 24, "rtx4090": 24, "v100": 32}
 """GB of GPUs that are known by name; another size is said after a dash, as in ``A100-40GB``."""

@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
-from paraxis.cli._errors import Ended, UsageError
+from ._errors import Ended, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console

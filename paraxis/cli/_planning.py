@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli._errors import UsageError
+from ._errors import UsageError
 
 Model = Annotated[str, typer.Argument(help="A Hub id, or a directory with a config.json; weights are not needed.")]
 MOST_RANKS = 4096
@@ -58,7 +58,7 @@ def planning_options(
 
 def check_machine(machine: str) -> None:
     """Say that a machine is not known before the work is done."""
-    from paraxis.solver.machine import PRESETS, machine_of
+    from ..solver.machine import PRESETS, machine_of
 
     if machine not in PRESETS and not os.path.exists(machine):
         raise UsageError(

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli._errors import Debug, told
-from paraxis.cli._launch import check_ranks, console, is_first, join, launch
-from paraxis.cli._planning import JsonOption, Model, Ranks, check_dtype, check_model, quiet
-from paraxis.cli.verify import checkpoint
+from ._errors import Debug, told
+from ._launch import check_ranks, console, is_first, join, launch
+from ._planning import JsonOption, Model, Ranks, check_dtype, check_model, quiet
+from .verify import checkpoint
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def run_rank(task: Task) -> Figures:
     """What each rank does."""
     import torch.distributed as dist
 
-    from paraxis import ParallelExecutionCtx, parallelize_model
+    from .. import ParallelExecutionCtx, parallelize_model
 
     quiet()
     device = join()
@@ -182,7 +182,7 @@ def show(split: list[Figures], single: Figures | None, task: Task, what: str, tp
     """The slowest rank, and the most memory of any, beside the model alone."""
     from rich.table import Table
 
-    from paraxis.plan import size_text
+    from ..plan import size_text
 
     worst = Figures(**{key: _most([getattr(each, key) for each in split]) for key in asdict(split[0])})
     if as_json:

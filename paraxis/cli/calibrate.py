@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli._errors import Debug, check_output, told
-from paraxis.cli._launch import console, is_first, launch
-from paraxis.cli._planning import MOST_RANKS, JsonOption
+from ._errors import Debug, check_output, told
+from ._launch import console, is_first, launch
+from ._planning import MOST_RANKS, JsonOption
 
 SMALL, LARGE = 256, 1 << 22
 """Elements of the tensors that latency and bandwidth are measured with."""
@@ -34,7 +34,7 @@ def command(
     """
     with told(debug):
         check_output("--out", out)
-        from paraxis.solver import Link, Machine
+        from ..solver import Link, Machine
 
         measured = launch(tp, measure)
         slowest: dict[str, Any] = {
@@ -67,7 +67,7 @@ def command(
 
 def link_of(kind: str, small: float, large: float, world: int) -> Any:
     """Latency and bandwidth from the seconds that a small and a large tensor take."""
-    from paraxis.solver.machine import Link, volume
+    from ..solver.machine import Link, volume
 
     sent = volume(kind, world) * (LARGE - SMALL) * 4
     return Link(small, sent / max(large - small, 1e-9))
@@ -81,7 +81,7 @@ def measure() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from paraxis.distributed.collectives import all_gather, all_reduce, reduce_scatter
+    from ..distributed.collectives import all_gather, all_reduce, reduce_scatter
 
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if cuda else "gloo")

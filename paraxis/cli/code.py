@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from paraxis.cli._errors import Debug, UsageError, told
-from paraxis.cli._planning import (
+from ._errors import Debug, UsageError, told
+from ._planning import (
     ConstraintOption,
     MachineOption,
     MemoryOption,
@@ -39,9 +39,9 @@ def command(
             raise UsageError(f"--rank {rank}: of {tp} ranks the last is {tp - 1}")
         check_model(model)
         options = planning_options(machine, objective, constraint, memory_limit)
-        from paraxis.listing import list_program
-        from paraxis.planning import imagined
+        from ..plan.listing import list_program
+        from ..plan.make import plan_offline
 
         quiet()
-        with imagined(model, tp, None, options, rank=rank) as planned:
+        with plan_offline(model, tp, None, options, rank=rank) as planned:
             typer.echo(list_program(planned), nl=False)

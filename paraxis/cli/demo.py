@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paraxis.cli._checks import Check, all_agree, checks_table, compare, outputs
-from paraxis.cli._errors import FAILED, Debug, told
-from paraxis.cli._launch import check_ranks, console, is_first, launch
-from paraxis.cli._planning import MOST_RANKS, JsonOption, quiet
+from ._checks import Check, all_agree, checks_table, compare, outputs
+from ._errors import FAILED, Debug, told
+from ._launch import check_ranks, console, is_first, launch
+from ._planning import MOST_RANKS, JsonOption, quiet
 
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor, nn
 
-    from paraxis.plan import Plan
+    from ..plan import Plan
 
 SEED = 0
 BATCH, LENGTH = 2, 32  # of the tokens that are compared
@@ -134,7 +134,7 @@ def run_rank(directory: str, shown: bool) -> RankReport:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from paraxis import ParallelExecutionCtx, parallelize_model
+    from .. import ParallelExecutionCtx, parallelize_model
 
     dist.init_process_group("gloo")
     world = dist.group.WORLD

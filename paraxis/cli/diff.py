@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from paraxis.cli._errors import Debug, told
-from paraxis.cli._planning import JsonOption
+from ._errors import Debug, told
+from ._planning import JsonOption
 
 PlanFile = Annotated[Path, typer.Argument(help="A file written by `paraxis plan --save`.")]
 
@@ -20,7 +20,7 @@ def command(first: PlanFile, second: PlanFile, as_json: JsonOption = False, debu
     Example: paraxis diff prefill.json decode.json
     """
     with told(debug):
-        from paraxis import Plan, compare_plans
+        from .. import Plan, compare_plans
 
         plans = []
         for path in (first, second):

@@ -12,9 +12,9 @@ from typing import Any
 
 import typer
 
-from paraxis.cli._errors import FAILED, Debug, told
-from paraxis.cli._launch import console, launch
-from paraxis.cli._planning import JsonOption, quiet
+from ._errors import FAILED, Debug, told
+from ._launch import console, launch
+from ._planning import JsonOption, quiet
 
 PACKAGES = ("paraxis", "torch", "transformers", "safetensors", "huggingface_hub", "triton", "accelerate", "peft")
 NEEDED = PACKAGES[:5]
@@ -68,7 +68,7 @@ def packages() -> list[Finding]:
             elif name in NEEDED:
                 found.append(Finding(name, "missing", BAD, f"pip install {name}"))
     try:
-        from paraxis.weights.hub import check_transformers_version
+        from ..weights.hub import check_transformers_version
 
         check_transformers_version()
     except ImportError as error:
@@ -116,7 +116,7 @@ def memory() -> list[Finding]:
 
 
 def waiting() -> list[Finding]:
-    from paraxis import Config
+    from .. import Config
 
     seconds = Config().sync_timeout
     return [Finding("time-out", f"{seconds:g} s for ranks to agree (Config.sync_timeout); then all end with an error")]

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from paraxis.cli._errors import Debug, told
-from paraxis.cli._planning import (
+from ._errors import Debug, told
+from ._planning import (
     ConstraintOption,
     JsonOption,
     MachineOption,
@@ -40,7 +40,7 @@ def command(
     with told(debug):
         check_model(model)
         options = planning_options(machine, objective, constraint, memory_limit)
-        from paraxis import explain_plan
+        from .. import explain_plan
 
         quiet()
         found = explain_plan(model, tp, name, **options)

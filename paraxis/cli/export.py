@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paraxis.cli._errors import Debug, told
-from paraxis.cli._launch import console
-from paraxis.cli._planning import (
+from ._errors import Debug, told
+from ._launch import console
+from ._planning import (
     ConstraintOption,
     JsonOption,
     MachineOption,
@@ -24,7 +24,7 @@ from paraxis.cli._planning import (
 )
 
 if TYPE_CHECKING:
-    from paraxis.export import Export
+    from ..export import Export
 
 FORMATS = ("transformers", "torch", "vllm")
 
@@ -64,7 +64,7 @@ def command(
         if out is not None and (out.is_dir() or not out.resolve().parent.is_dir()):
             raise ValueError(f"--out {str(out)!r}: give a file in a directory that exists")
         options = planning_options(machine, objective, constraint, memory_limit)
-        from paraxis.export import export_plan
+        from ..export import export_plan
 
         quiet()
         found = export_plan(model, tp, target, verify=verify, **options)

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli._errors import Debug, UsageError, told
-from paraxis.cli._launch import check_ranks, is_first, join, launch
-from paraxis.cli._planning import Model, Ranks, check_dtype, check_model, quiet
+from ._errors import Debug, UsageError, told
+from ._launch import check_ranks, is_first, join, launch
+from ._planning import Model, Ranks, check_dtype, check_model, quiet
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def run_rank(task: Task) -> str:
     import torch.distributed as dist
     from transformers import AutoTokenizer, TextStreamer
 
-    from paraxis import ParallelExecutionCtx, parallelize_model
-    from paraxis.weights.hub import resolve_checkpoint
+    from .. import ParallelExecutionCtx, parallelize_model
+    from ..weights.hub import resolve_checkpoint
 
     quiet()
     device = join()

@@ -8,10 +8,10 @@ from typing import Annotated
 
 import typer
 
-from paraxis.cli._errors import Debug, UsageError, check_output, told
-from paraxis.cli._fitting import USABLE, bytes_of, fewest, room_on
-from paraxis.cli._launch import console
-from paraxis.cli._planning import (
+from ._errors import Debug, UsageError, check_output, told
+from ._fitting import USABLE, bytes_of, fewest, room_on
+from ._launch import console
+from ._planning import (
     MOST_RANKS,
     ConstraintOption,
     JsonOption,
@@ -73,16 +73,16 @@ def command(
             context = CONTEXT
         check_output("--html", html)
         check_output("--save", save)
-        from paraxis import Plan
-        from paraxis.memory import Sizes
-        from paraxis.planning import imagined
+        from .. import Plan
+        from ..plan.make import plan_offline
+        from ..plan.memory import Sizes
 
         quiet()
 
         def planned(ranks: int, page: Path | None = None) -> Plan:
-            with imagined(model, ranks, None, dict(options), Sizes(batch, context, train)) as found:
+            with plan_offline(model, ranks, None, dict(options), Sizes(batch, context, train)) as found:
                 if page is not None:
-                    from paraxis.report import report
+                    from ..report import report
 
                     page.write_text(report(found, model), encoding="utf-8")
                 return found.plan

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from paraxis.cli._checks import Check, all_agree, checks_table, compare, outputs
-from paraxis.cli._errors import FAILED, Debug, told
-from paraxis.cli._launch import check_ranks, console, is_first, launch
-from paraxis.cli._planning import JsonOption, Model, Ranks, check_model, quiet
+from ._checks import Check, all_agree, checks_table, compare, outputs
+from ._errors import FAILED, Debug, told
+from ._launch import check_ranks, console, is_first, launch
+from ._planning import JsonOption, Model, Ranks, check_model, quiet
 
 SEED = 0
 BATCH, LENGTH, PROMPT = 2, 16, 6
@@ -72,7 +72,7 @@ def checkpoint(model: str, layers: int | None, made: str) -> tuple[str, str]:
     """A folder with weights for the ranks to load, and what they are."""
     import torch
 
-    from paraxis.weights.hub import load_config_and_class, resolve_checkpoint
+    from ..weights.hub import load_config_and_class, resolve_checkpoint
 
     if layers is None:
         folder = resolve_checkpoint(model, weights=True)
@@ -92,7 +92,7 @@ def run_rank(task: Task) -> Report:
     import torch
     import torch.distributed as dist
 
-    from paraxis import ParallelExecutionCtx, parallelize_model
+    from .. import ParallelExecutionCtx, parallelize_model
 
     quiet()
     dist.init_process_group("gloo")
@@ -116,7 +116,7 @@ def example_inputs(model: Any, labelled: bool) -> dict[str, Any]:
     """The same random inputs on every rank; ``labelled`` for a model that computes a loss of tokens."""
     import torch
 
-    from paraxis.inputs import example_call, gives_loss_of_tokens
+    from ..capture.dummy_inputs import example_call, gives_loss_of_tokens
 
     _, inputs = example_call(model, None, torch.device("cpu"))
     generator = torch.Generator().manual_seed(SEED)

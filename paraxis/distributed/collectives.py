@@ -2,7 +2,7 @@
 
 They are torch's functional collectives, which a compiler can trace and a ``fake`` process group can run,
 made to fail in plain words; CPU ranks of one machine meet in shared memory instead (see
-:mod:`paraxis.distributed.host`). None of them changes its input, none of them is differentiable, and on a
+:mod:`paraxis.distributed.shared_memory`). None of them changes its input, none of them is differentiable, and on a
 single rank all of them return the input itself.
 
 How long a rank waits for the others is the timeout of the process group
@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_group, _resolve_proc
 
 from ..errors import CollectiveError
 from ..placement import ensure_divisibility
-from .host import Host, host_of
+from .shared_memory import SharedMemory, shared_memory_of
 
 _ops = torch.ops._c10d_functional
 
@@ -181,21 +181,21 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 # -- the collectives ----------------------------------------------------------------------------------------
 
 
-def _host(tensor: torch.Tensor, group: dist.ProcessGroup) -> Host | _TracedHost | None:
+def _host(tensor: torch.Tensor, group: dist.ProcessGroup) -> SharedMemory | _TracedSharedMemory | None:
     """Shared memory, where gloo would carry a CPU tensor between processes of one machine."""
     if not tensor.is_cpu:
         return None
     if torch.compiler.is_compiling():
         gloo = _backend(group.group_name, "cpu") == "gloo"
-        return _TracedHost(group) if gloo and _meets(group.group_name) else None
-    host = host_of(group)  # None where gloo does not serve the host
-    return _TracedHost(group) if host is not None and torch._C._len_torch_dispatch_stack() > 0 else host
+        return _TracedSharedMemory(group) if gloo and _meets(group.group_name) else None
+    host = shared_memory_of(group)  # None where gloo does not serve the host
+    return _TracedSharedMemory(group) if host is not None and torch._C._len_torch_dispatch_stack() > 0 else host
 
 
 @torch.compiler.assume_constant_result
 def _meets(group_name: str) -> bool:
     """Whether the ranks of a group meet in shared memory; :func:`meet` has seen to it before anything is traced."""
-    return host_of(_resolve_process_group(group_name)) is not None  # type: ignore[arg-type]
+    return shared_memory_of(_resolve_process_group(group_name)) is not None  # type: ignore[arg-type]
 
 
 _library = torch.library.Library("paraxis", "FRAGMENT")
@@ -203,7 +203,7 @@ _library.define("host_all_reduce(Tensor x, str op, str group) -> Tensor")
 _library.define("host_all_gather(Tensor x, str group) -> Tensor")
 
 
-class _TracedHost:
+class _TracedSharedMemory:
     """Meeting in shared memory as operators, which a compiler leaves alone."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -216,8 +216,8 @@ class _TracedHost:
         return torch.ops.paraxis.host_all_gather(tensor, self.name)  # type: ignore[no-any-return]
 
 
-def _host_by_name(name: str) -> Host:
-    host = host_of(_resolve_process_group(name))  # type: ignore[arg-type]
+def _host_by_name(name: str) -> SharedMemory:
+    host = shared_memory_of(_resolve_process_group(name))  # type: ignore[arg-type]
     assert host is not None
     return host
 
@@ -237,7 +237,7 @@ for _name in ("host_all_reduce", "host_all_gather"):  # a compiler must keep the
 def meet(group: dist.ProcessGroup, device: torch.device) -> None:
     """Set up what CPU ranks meet in, if anything, before a compiler traces collectives. All ranks together."""
     if device.type == "cpu" and group.size() > 1 and _backend(group.group_name, "cpu") == "gloo":
-        host_of(group)
+        shared_memory_of(group)
 
 
 @_collective

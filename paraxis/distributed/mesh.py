@@ -26,13 +26,13 @@ class Groups:
     Attributes:
         tp: The ranks that split a tensor with this one.
         dp: The ranks that hold the same part of the model as this one; None without such a dimension.
-        everybody: All ranks of the mesh.
-        coordinates: For every rank of ``everybody``, in order, its place along ``dp`` and along ``tp``.
+        world_group: All ranks of the mesh.
+        coordinates: For every rank of ``world_group``, in order, its place along ``dp`` and along ``tp``.
     """
 
     tp: dist.ProcessGroup
     dp: dist.ProcessGroup | None
-    everybody: dist.ProcessGroup
+    world_group: dist.ProcessGroup
     coordinates: tuple[tuple[int, int], ...]
 
 
@@ -56,22 +56,22 @@ def groups_of(mesh: DeviceMesh) -> Groups:
     return Groups(
         tp=mesh.get_group(TP),
         dp=mesh.get_group(DP) if DP in names else None,
-        everybody=(everybody := _everybody(mesh)),
-        coordinates=_coordinates(mesh, everybody),
+        world_group=(world_group := _world_group(mesh)),
+        coordinates=_coordinates(mesh, world_group),
     )
 
 
-def _everybody(mesh: DeviceMesh) -> dist.ProcessGroup:
+def _world_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
     return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
 
 
-def _coordinates(mesh: DeviceMesh, everybody: dist.ProcessGroup) -> tuple[tuple[int, int], ...]:
+def _coordinates(mesh: DeviceMesh, world_group: dist.ProcessGroup) -> tuple[tuple[int, int], ...]:
     names = mesh.mesh_dim_names or ()
     found = []
-    for rank in dist.get_process_group_ranks(everybody):
+    for rank in dist.get_process_group_ranks(world_group):
         (place,) = torch.nonzero(mesh.mesh == rank).tolist()
         at = dict(zip(names, place))
         found.append((at.get(DP, 0), at[TP]))

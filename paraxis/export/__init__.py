@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraxis.capture import CaptureError
-from paraxis.meta import tied_names
-
+from ..capture import CaptureError
+from ..weights.meta_init import tied_names
 from .candidates import Candidates, find_candidates, generic
 from .choose import Check, Choice, choose, choose_alone, fits
 from .layers import failing_layers
@@ -124,8 +123,8 @@ def export_plan(
         raise ValueError(f"there is no format {target!r}: use one of {', '.join(FORMATS)}")
     if tp_size < 2:
         raise ValueError("a plan for one rank splits nothing: give two ranks or more")
-    from paraxis import api
-    from paraxis.planning import plan_model
+    from .. import api
+    from ..plan.make import plan_model
 
     built: Any = api.build_on_meta(model, None, {})
     try:

@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from paraxis.meta import tied_names
-from paraxis.placement import Layout, Placement, Shard
-from paraxis.plan import LayerPlan, Plan
-
+from ..placement import Layout, Placement, Shard
+from ..plan import LayerPlan, Plan
+from ..weights.meta_init import tied_names
 from .styles import COLUMN, EXPERTS, GATHERED, PACKED, ROW, ROW_SPLIT, VOCAB, cut_style, parse_cut
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paraxis.inputs import example_call
-
+from ..capture.dummy_inputs import example_call
 from .candidates import Candidates, Group, generic
 from .simulate import run_split
 from .styles import EXPERTS, GATHERED, PACKED, ROW, ROW_SPLIT, VOCAB, Assignment, parse_cut

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paraxis.planning import imagined_group
-
+from ..plan.make import simulated_group
 from .candidates import generic
 
 
@@ -39,7 +38,7 @@ def failing_layers(model: nn.Module, patterns: set[str], inputs: dict[str, Any],
         for hook in hooks:
             hook.remove()
     found = dict.fromkeys(sorted(patterns - set(calls)), "it is not called")
-    with imagined_group(world):
+    with simulated_group(world):
         for pattern, (module, args, kwargs, output) in calls.items():
             try:
                 _run(copy.deepcopy(module), args, kwargs, output, world)

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from paraxis.weights.names import transforms
-
+from ..weights.names import transforms
 from .candidates import generic
 
 CUT_FIRST = {"MergeModulelist", "Concatenate"}

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from paraxis.capture.blocks import Repeated, find_repeated, only_first
-from paraxis.meta import MetaAwareMethodsPatcher
+from ..capture.repeated_blocks import Repeated, find_repeated, only_first
+from ..weights.meta_init import MetaAwareMethodsPatcher
 
 LARGEST = 40_000_000
 """Parameters that are still run as they are."""

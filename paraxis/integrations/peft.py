@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..core import ParallelExecutionCtx
-from ..weights.agree import together
+from ..context import ParallelExecutionCtx
+from ..distributed.consensus import on_all_ranks
 from ..weights.save import gather, persistent_buffers
 
 
@@ -26,12 +26,12 @@ def has_adapters(model: Any) -> bool:
 def save_adapters(model: Any, ctx: ParallelExecutionCtx, directory: str | os.PathLike[str], **kwargs: Any) -> None:
     """``save_pretrained`` of a model with adapters, from all ranks. A collective; if it fails, it fails on all."""
     what = f"saving adapters to {os.fspath(directory)!r}"
-    with together(ctx.everybody, what):
+    with on_all_ranks(ctx.world_group, what):
         held: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         held |= dict(persistent_buffers(model))
         wanted = _wanted(model, held, kwargs)
     whole = {name: gather(held[name], ctx) for name in wanted}
-    with together(ctx.everybody, what):
+    with on_all_ranks(ctx.world_group, what):
         if ctx.is_first:
             type(model).save_pretrained(model, directory, state_dict=whole, **kwargs)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer
 
-from ..sharded import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor
 from ..weights.state import load_state, save_state
 
 STATE = "parallel_state"

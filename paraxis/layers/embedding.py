@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..core import ParallelExecutionCtx
+from ..context import ParallelExecutionCtx
 from ..distributed import differentiable_all_reduce_sum, differentiable_reduce_scatter_sum
-from ..sharded import unwrap
+from ..tensor.sharded_tensor import unwrap
 from .linear import SEQUENCE_DIM, layout_of, local_parameter
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
-from ..core import ParallelExecutionCtx
+from ..context import ParallelExecutionCtx
 from ..distributed import (
     differentiable_all_gather_reduce_scatter,
     differentiable_all_reduce_sum,
@@ -16,9 +16,9 @@ from ..distributed import (
     redistribute,
 )
 from ..distributed.redistribute import _Term, slice_dim
-from ..kernels.few_rows import linear
+from ..kernels.cpu.gemv import linear
 from ..placement import REPLICATE, Layout, Placement, Shard, ensure_divisibility
-from ..sharded import ShardedTensor, unwrap
+from ..tensor.sharded_tensor import ShardedTensor, unwrap
 
 SEQUENCE_DIM = -2
 """Where activations [..., sequence, hidden] are split between the layers of a sequence-parallel model."""

@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import _reduction
 
-from ..core import ParallelExecutionCtx
+from ..context import ParallelExecutionCtx
 from ..distributed import all_gather, all_reduce
 from ..placement import Layout
 from .embedding import local_ids

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from ..core import Config, ParallelExecutionCtx
+from ..config import Config
+from ..context import ParallelExecutionCtx
 from ..placement import Partial, Placement, Replicate, Shard
 from ..solver import Value
 from .base import AnalyzeBase

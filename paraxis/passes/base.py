@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from ..core import Config, ParallelExecutionCtx
+from ..config import Config
+from ..context import ParallelExecutionCtx
 
 
 class PassBase(ABC):

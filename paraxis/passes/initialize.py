@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch.fx import GraphModule
 
-from ..core import Config, ParallelExecutionCtx
+from ..config import Config
+from ..context import ParallelExecutionCtx
 from ..weights import materialize_parameters
 from .base import PassBase
 

@@ -7,16 +7,11 @@ from typing import Any
 from torch import nn
 from torch.fx import Node
 
-from ..core import ParallelExecutionCtx
-from ..layers import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    VocabParallelCrossEntropyLoss,
-    VocabParallelEmbedding,
-)
+from ..context import ParallelExecutionCtx
+from ..layers import ColumnParallelLinear, RowParallelLinear, VocabParallelCrossEntropyLoss, VocabParallelEmbedding
 from ..placement import Shard
 from ..rules import Strategy
-from ..sharded import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor
 from .layers import Layer
 from .solve import Solved
 
@@ -29,7 +24,7 @@ def make_layer(
     """(path, module), or None where the operator itself does: a whole layer, or a weight that is no parameter.
 
     A layer is made once: later captures find it in ``ctx.parallel_layer_cache``. Its collectives are off, since the
-    rewriter places them where they are needed.
+    partitioner places them where they are needed.
     """
     if layer.kind == "cross_entropy":
         return _loss(layer, strategy, ctx)

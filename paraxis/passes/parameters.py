@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from ..core import ParallelExecutionCtx, ParameterMeta
+from ..context import ParallelExecutionCtx
 from ..placement import Placement
-from ..sharded import ShardedTensor, ShardSpec
+from ..tensor.parameter_meta import ParameterMeta
+from ..tensor.sharded_tensor import ShardedTensor, ShardSpec
 
 
 @dataclass(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..core import Config
+from ..config import Config
 from .annotate import ParallelLayerAnnotatePass
 from .base import PassPipeline
 from .initialize import InitializeOrLoadWeightsPass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..capture import whole_op
+from ..capture import mark_output_op
 from ..placement import Partial, Placement
 from ..rules import rule_for
 from ..solver import Step
@@ -19,7 +19,7 @@ def reason_for(source: Placement, producer: Step | None, layer: Layer | None, co
     """What is brought together; ``consumer`` is the step that asks for it first, or the return."""
     if isinstance(source, Partial):
         return _of_a_sum(producer, layer)
-    if consumer is None or consumer.call is None or consumer.node.target is whole_op:
+    if consumer is None or consumer.call is None or consumer.node.target is mark_output_op:
         return "returned to the caller"
     target = consumer.call.target
     name = _name(target)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule
 
-from ..core import Config, ParallelExecutionCtx
+from ..config import Config
+from ..context import ParallelExecutionCtx
 from ..placement import REPLICATE, Layout, Partial, Placement, Replicate, Shard, local_shape
 from ..plan import LayerPlan, Plan
 from ..rules import rule_for
-from ..sharded import ShardedTensor
 from ..solver import Value
+from ..tensor.sharded_tensor import ShardedTensor
 from .annotate import OWN, ParallelLayerAnnotatePass
 from .base import PassBase
 from .layers import Layer, find_layers
-from .rewrite import Rewriter, module_of
+from .partition import Partitioner, module_of
 from .solve import RESULT, Solved
 
 
@@ -33,11 +34,11 @@ class ParallelLayerReplacePass(PassBase):
             raise RuntimeError("ParallelLayerReplacePass needs a solution: run ParallelAxisSolverPass first")
         self._place_parameters(solved, ctx)
         with ctx.timed("rewrite"):
-            rewriter = Rewriter(solved, ctx, grad=torch.is_grad_enabled())
-            local = rewriter.run()
+            partitioner = Partitioner(solved, ctx, grad=torch.is_grad_enabled())
+            local = partitioner.run()
         if ctx.plan is None or ctx.planning:
             ctx.plan = ctx.plan or Plan(ctx.world_size)
-            extend_plan(ctx.plan, solved, rewriter)
+            extend_plan(ctx.plan, solved, partitioner)
             if not ctx.planning:
                 finish_plan(ctx)
         return local
@@ -59,7 +60,7 @@ class ParallelLayerReplacePass(PassBase):
                 ctx.param_cache.setdefault(value._spec.name, value)  # type: ignore[union-attr,arg-type]
 
 
-def extend_plan(plan: Plan, solved: Solved, rewriter: Rewriter) -> None:
+def extend_plan(plan: Plan, solved: Solved, partitioner: Partitioner) -> None:
     """Write the solution of a graph down in terms of the model; the same on every rank, with shapes of the first."""
     plan.cost += solved.solution.cost
     plan.seconds += solved.account.seconds
@@ -75,7 +76,7 @@ def extend_plan(plan: Plan, solved: Solved, rewriter: Rewriter) -> None:
         plan.add_parameter(name, REPLICATE if whole else placement, shape, rank=0)
         if whole:
             plan.replicated.append((name, _reason(name, shape, used, solved)))
-    plan.collectives += rewriter.collectives
+    plan.collectives += partitioner.collectives
     plan.layers += [_layer_plan(layer, solved) for layer in find_layers(solved)]
     plan.gathered += _gathered(solved)
 

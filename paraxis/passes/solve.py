@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.fx import GraphModule, Node
 
-from ..capture import simplify, to_aten, whole_op
-from ..core import Config, ParallelExecutionCtx
+from ..capture import mark_output_op, simplify, to_aten
+from ..config import Config
+from ..context import ParallelExecutionCtx
 from ..placement import REPLICATE, Replicate
 from ..rules import Strategy
 from ..solver import (
@@ -85,7 +86,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
             elif origin in caches and not alone:
                 fixed[node] = caches[origin]
         names = {node: p.name for node, p in parameters.items()}
-        marked = any(n.target is whole_op for n in aten.graph.nodes)
+        marked = any(n.target is mark_output_op for n in aten.graph.nodes)
         world = max(ctx.world_size, 2)
         program = Program(aten, names, fixed, world)
         keep = marked or not config.gather_outputs

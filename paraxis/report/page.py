@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ..memory import Sizes
 from ..plan import Memory, Plan, pattern_of, size_text
-from ..planning import Planned, imagined
+from ..plan.make import Planned, plan_offline
+from ..plan.memory import Sizes
 from ..solver.machine import machine_of
 from .drawing import svg
 from .steps import Section, Step, in_words, sections_of, short, steps_of
@@ -24,7 +24,7 @@ MEANINGS = {
     "column": "Every rank computes its share of the outputs; nothing has to be exchanged for that.",
     "row": "Every rank has its share of the inputs and computes one term of a sum; the terms are added up afterwards.",
     "vocab": "Every rank holds a part of the vocabulary.",
-    "collective": "Here the ranks exchange data, and wait for one another.",
+    "collective": "Here the ranks all_gather_object data, and wait for one another.",
     "whole layer": "This layer is not split: every rank computes all of it.",
     "operators": "Computed by every rank on what it has.",
 }
@@ -52,7 +52,7 @@ def report_plan(
         torch_dtype, batch, context, train, kwargs: As for :func:`paraxis.plan_model`.
     """
     title = title or (os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__)
-    with imagined(model, tp_size, torch_dtype, kwargs, Sizes(batch, context, train)) as planned:
+    with plan_offline(model, tp_size, torch_dtype, kwargs, Sizes(batch, context, train)) as planned:
         Path(path).write_text(report(planned, title), encoding="utf-8")
         return planned.plan
 

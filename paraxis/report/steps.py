@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..listing import COLLECTIVES, module_of
 from ..placement import Partial, Placement, Replicate, Shard, local_shape
 from ..plan import block_of
-from ..planning import Planned
-from ..sharded import unwrap
+from ..plan.listing import COLLECTIVES, module_of
+from ..plan.make import Planned
+from ..tensor.sharded_tensor import unwrap
 
 aten = torch.ops.aten
 REARRANGING = {

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import REPLICATE, SHARED, Layout, Placement, Shard
-from .base import Call, Given, Strategy, draws, register
+from .base import Call, InputPlacement, Strategy, draws, register
 
 aten = torch.ops.aten
 
 
 @register(aten.scaled_dot_product_attention.default, samples="attention")
-def attention(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def attention(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Heads (and batch) side by side. With grouped queries, each rank needs the KV heads of its query heads."""
     query, key = call.inputs[:2]
     n = query.ndim
@@ -31,7 +31,7 @@ def attention(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
             yield Strategy(tuple(inputs), (q,))
 
 
-def _pairs(given: Sequence[Given], n: int) -> Iterable[tuple[Shard, Shard]]:
+def _pairs(given: Sequence[InputPlacement], n: int) -> Iterable[tuple[Shard, Shard]]:
     """Placements of query and key/value to try: as they are, or one following the other."""
     batch = [p for p in given[:3] if isinstance(p, Shard) and all(d < n - 2 for d in p.dims)]
     q = given[0] if given[0] in batch else None

@@ -21,15 +21,15 @@ import torch
 from ..placement import REPLICATE, Layout, Partial, Placement, Replicate, Shard
 
 
-class Free:
+class Unplaced:
     """Stands for the placement of a parameter that nothing has fixed yet: it takes whatever a strategy asks for."""
 
     def __repr__(self) -> str:
-        return "FREE"
+        return "UNPLACED"
 
 
-FREE = Free()
-Given = Placement | Free
+UNPLACED = Unplaced()
+InputPlacement = Placement | Unplaced
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Strategy:
         return not all(isinstance(p, Replicate) for p in self.outputs)
 
 
-Rule = Callable[[Call, Sequence[Given]], Iterable[Strategy]]
+Rule = Callable[[Call, Sequence[InputPlacement]], Iterable[Strategy]]
 
 
 class Sample(NamedTuple):
@@ -119,7 +119,7 @@ _rules: dict[Any, Rule] = {}
 _accepts_free: set[Any] = set()
 _structures: dict[Any, Callable[[Call], Structures]] = {}
 _families: dict[Any, str] = {}
-"""For operators with a built-in rule, the family of sample calls in :mod:`paraxis.soundness` that the tests run."""
+"""For operators with a built-in rule, the family of sample calls in ``rules/validation`` that the tests run."""
 _built_in = True
 """While the modules of this package register theirs."""
 
@@ -138,7 +138,7 @@ def register(
 
     The rules of this package name a family of sample calls instead, which the tests run.
 
-    ``free=True`` says that the rule handles :data:`FREE` inputs itself; otherwise it is called once for every
+    ``free=True`` says that the rule handles :data:`UNPLACED` inputs itself; otherwise it is called once for every
     candidate placement of a parameter. ``structures`` says which inputs can be cut in whole units or segments only, so
     that parameters are cut alike; a table says so itself. A later rule for an operator replaces the earlier one.
     """
@@ -146,7 +146,7 @@ def register(
     def decorate(rule: Rule) -> Rule:
         overloads = [overload for target in targets for overload in _overloads(target)]
         if not (_built_in and isinstance(samples, str)):
-            from ..soundness.check import prove
+            from .validation.check import prove
 
             prove(overloads, rule, samples, free)
         for overload in overloads:
@@ -210,7 +210,7 @@ def structures_for(call: Call) -> Structures:
     return wanted(call) if wanted is not None else {}
 
 
-def accepts_free(target: Any) -> bool:
+def accepts_unplaced(target: Any) -> bool:
     return _known(target) in _accepts_free
 
 
@@ -231,11 +231,11 @@ def replicated(call: Call) -> Strategy:
     return Strategy((REPLICATE,) * len(call.inputs), (REPLICATE,) * len(call.outputs))
 
 
-def is_shard(placement: Given) -> bool:
+def is_shard(placement: InputPlacement) -> bool:
     return isinstance(placement, Shard)
 
 
-def is_partial(placement: Given) -> bool:
+def is_partial(placement: InputPlacement) -> bool:
     return isinstance(placement, Partial)
 
 
@@ -251,11 +251,11 @@ def draws(call: Call) -> bool:
     return True
 
 
-def layouts_on(call: Call, given: Sequence[Given], index: int, dim: int) -> list[Layout]:
+def layouts_on(call: Call, given: Sequence[InputPlacement], index: int, dim: int) -> list[Layout]:
     """The layouts that an input may have on ``dim``: the one it has, if that is all that is sharded, or any candidate
     while it is free."""
     placement = given[index]
-    if isinstance(placement, Free):
+    if isinstance(placement, Unplaced):
         return list(call.layouts.get((index, dim), ()))
     return [placement.dims[dim]] if isinstance(placement, Shard) and list(placement.dims) == [dim] else []
 

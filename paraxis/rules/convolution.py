@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import Call, Given, Strategy, layouts_on, register
+from .base import Call, InputPlacement, Strategy, layouts_on, register
 
 aten = torch.ops.aten
 
 
 @register(aten.convolution.default, samples="convolution", free=True)
-def convolution(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def convolution(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """The channels of a plain one may be split on either side; a grouped one is as many small ones side by side."""
     data, weight = call.inputs[0], call.inputs[1]
     groups, transposed = call.args[8], call.args[6]
@@ -36,7 +36,7 @@ def convolution(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         yield from _by_group(call, given, groups)
 
 
-def _by_group(call: Call, given: Sequence[Given], groups: int) -> Iterable[Strategy]:
+def _by_group(call: Call, given: Sequence[InputPlacement], groups: int) -> Iterable[Strategy]:
     data, weight = call.inputs[0], call.inputs[1]
     per_in, per_out = data.shape[1] // groups, weight.shape[0] // groups
     found = [layout.unscale(per_in) for layout in _layouts(call, given, 0, 1)]
@@ -64,6 +64,6 @@ def _strategy(
     return Strategy(inputs, (out,), localize=local, kind=kind)
 
 
-def _layouts(call: Call, given: Sequence[Given], index: int, dim: int) -> list[Layout]:
+def _layouts(call: Call, given: Sequence[InputPlacement], index: int, dim: int) -> list[Layout]:
     """There is no convolution of no channels: every rank must have some."""
     return [layout for layout in layouts_on(call, given, index, dim) if all(layout.ranges)]

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..capture.whole import whole_op
-from .base import Call, Given, Strategy, register
+from ..capture.mark_output import mark_output_op
+from .base import Call, InputPlacement, Strategy, register
 
 aten = torch.ops.aten
 
@@ -32,9 +32,9 @@ aten = torch.ops.aten
     aten.new_empty,
     aten.tril_indices,
     aten.triu_indices,
-    whole_op,
+    mark_output_op,
     samples="factory",
 )
-def whole(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def whole(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Nothing beyond the replicated strategy. For the results the caller reads, that is their meaning."""
     return ()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Shard
-from .base import Call, Given, Strategy, Structures, layouts_on, register
+from .base import Call, InputPlacement, Strategy, Structures, layouts_on, register
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def _whole_rows(call: Call) -> Structures:
 
 
 @register(*_operators(), samples="grouped", free=True, structures=_whole_rows)
-def grouped_mm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def grouped_mm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """``x[rows of e] @ w[e]``: every expert split by width, on the way in (columns) or on the way out (rows)."""
     if len(call.inputs) != 3 or call.inputs[0].ndim != 2 or call.inputs[1].ndim != 3:
         return

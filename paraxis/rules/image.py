@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Shard
-from .base import Call, Given, Strategy, is_partial, layouts_on, register
+from .base import Call, InputPlacement, Strategy, is_partial, layouts_on, register
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ def _spatial(call: Call) -> int:
     return next(n for n in (1, 2, 3) if f"{n}d" in call.target._schema.name)
 
 
-def _channels(call: Call, given: Sequence[Given], sums: bool) -> Iterable[Strategy]:
+def _channels(call: Call, given: Sequence[InputPlacement], sums: bool) -> Iterable[Strategy]:
     placement = given[0]
     if sums and is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,) * len(call.outputs))
@@ -53,7 +53,7 @@ def _channels(call: Call, given: Sequence[Given], sums: bool) -> Iterable[Strate
     aten.upsample_trilinear3d,
     samples="image",
 )
-def resample(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def resample(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Averages, copies and interpolations: batch and channels may be split, and a sum stays a sum."""
     yield from _channels(call, given, sums=True)
 
@@ -70,13 +70,13 @@ def resample(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     aten.adaptive_max_pool3d.default,
     samples="image",
 )
-def max_pool(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def max_pool(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """The largest of each window, and where it was inside its own channel: batch and channels may be split."""
     yield from _channels(call, given, sums=False)
 
 
 @register(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, aten.grid_sampler.default, samples="image")
-def grid_sampler(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def grid_sampler(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Points of each image: images with their points, channels with all points, and points by themselves."""
     image, grid = given
     if is_partial(image):
@@ -93,7 +93,7 @@ def grid_sampler(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.im2col.default, aten.col2im.default, samples="image")
-def patches(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def patches(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Windows as columns and back: the values of a channel's window lie together in the channel dimension."""
     (placement,) = given
     if is_partial(placement):
@@ -113,7 +113,7 @@ def patches(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default, samples="image")
-def fourier(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def fourier(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """A linear map along some dimensions; the others may be split."""
     (placement,), n = given, call.inputs[0].ndim
     dims: Any = {d % n for d in call.args[1]}

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import FREE, Call, Given, Strategy, is_one, is_partial, normalize_dim, register, same_size
+from .base import UNPLACED, Call, InputPlacement, Strategy, is_one, is_partial, normalize_dim, register, same_size
 
 aten = torch.ops.aten
 
 
 @register(aten.embedding.default, samples="lookup", free=True)
-def embedding(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def embedding(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """A table split by token id: each rank looks up its own ids and the results add up."""
     table, ids = given
     rows: list[Layout] = []
-    if table is FREE:
+    if table is UNPLACED:
         rows = list(call.layouts.get((0, 0), ()))
     elif isinstance(table, Shard) and list(table.dims) == [0]:
         rows = [table.dims[0]]
@@ -32,7 +32,7 @@ def embedding(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.index.Tensor, samples="lookup")
-def index(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def index(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Dimensions of the source that no index touches keep their layouts."""
     placement, indices = given[0], call.args[1]
     if is_partial(placement):
@@ -54,7 +54,7 @@ def index(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.index_select.default, samples="lookup")
-def index_select(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def index_select(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Like index, on one dimension."""
     placement, dim = given[0], normalize_dim(call.args[1], call.inputs[0].ndim)
     if is_partial(placement):
@@ -64,7 +64,7 @@ def index_select(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.gather.default, samples="lookup")
-def gather(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def gather(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Both sharded alike on dimensions of the same size that are not gathered along."""
     source, ids = call.inputs
     dim = normalize_dim(call.args[1], source.ndim)
@@ -80,7 +80,7 @@ def gather(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.index_put.default, samples="lookup")
-def index_put(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def index_put(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Rows written or added at positions of adjacent dimensions; the others keep their layouts. A linear map."""
     target, values, indices = call.inputs[0], call.inputs[-1], call.args[1]
     touched = [d for d, i in enumerate(indices) if i is not None]
@@ -109,7 +109,7 @@ def index_put(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two, samples="lookup")
-def scatter(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def scatter(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """All sharded alike on dimensions of the same size that are not scattered along."""
     target = call.inputs[0]
     dim = normalize_dim(call.args[1], target.ndim)
@@ -123,7 +123,7 @@ def scatter(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.index_add.default, aten.index_copy.default, samples="lookup")
-def index_add(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def index_add(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Rows added or written along one dimension; target and rows sharded alike on the others. A linear map of both."""
     dim = normalize_dim(call.args[1], call.inputs[0].ndim)
     if is_partial(given[0]) or is_partial(given[2]):
@@ -134,7 +134,7 @@ def index_add(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, samples="lookup")
-def index_fill(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def index_fill(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """One value along one dimension; the others may be sharded."""
     placement = given[0]
     if isinstance(placement, Shard) and normalize_dim(call.args[1], call.inputs[0].ndim) not in placement.dims:
@@ -142,7 +142,7 @@ def index_fill(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.histc.default, samples="lookup")
-def histogram(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def histogram(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Between bounds that are given, the counts of all elements are the sum of the counts of the shards."""
     (placement,) = given
     low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)

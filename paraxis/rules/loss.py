@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import REPLICATE, Shard
-from .base import Call, Given, Strategy, register
+from .base import Call, InputPlacement, Strategy, register
 
 aten = torch.ops.aten
 
 
 @register(aten.cross_entropy_loss.default, samples="loss")
-def cross_entropy(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def cross_entropy(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Classes split over the ranks: the replace pass puts the vocabulary-parallel loss here.
 
     For targets that are indices; class weights are whole.

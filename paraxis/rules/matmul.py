@@ -7,20 +7,20 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import Call, Given, Strategy, Tensor, layouts_on, register, same_size
+from .base import Call, InputPlacement, Strategy, Tensor, layouts_on, register, same_size
 
 aten = torch.ops.aten
 
 
 @register(aten.linear.default, samples="matmul", free=True)
-def linear(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def linear(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """``x @ w.T + b``: column (w by output), row (w by input), or x by rows with w whole."""
     bias = len(call.inputs) > 2
     yield from _product(call, given, x=0, w=1, w_in=1, w_out=0, bias=2 if bias else None)
 
 
 @register(aten.addmm.default, samples="matmul", free=True)
-def addmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def addmm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """``b + x @ w``: a linear layer that stores its weight transposed."""
     if call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1 or call.inputs[0].ndim != 1:
         return
@@ -28,7 +28,7 @@ def addmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 def _product(
-    call: Call, given: Sequence[Given], x: int, w: int, w_in: int, w_out: int, bias: int | None
+    call: Call, given: Sequence[InputPlacement], x: int, w: int, w_in: int, w_out: int, bias: int | None
 ) -> Iterable[Strategy]:
     if call.inputs[w].ndim != 2:
         return
@@ -55,7 +55,7 @@ def _product(
 
 
 @register(aten.matmul.default, aten.mm.default, aten.bmm.default, samples="matmul")
-def matmul(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def matmul(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Batch dimensions side by side, rows of the left, columns of the right, or the contraction, as partial sums."""
     left, right = call.inputs
     if left.ndim < 1 or right.ndim < 2 or (left.ndim == 1 and right.ndim > 2):
@@ -93,7 +93,7 @@ def _batch(tensor: Tensor, out_dim: int, n: int, layout: Layout) -> Placement:
 
 
 @register(aten.baddbmm.default, samples="matmul")
-def baddbmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def baddbmm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """``beta * c + alpha * a @ b``: sharded on the batch."""
     addend, left, right = call.inputs
     for tensor, placement in zip(call.inputs, given, strict=True):
@@ -106,7 +106,7 @@ def baddbmm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.linalg_solve_triangular.default, samples="matmul")
-def solve_triangular(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def solve_triangular(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Matrices of a batch side by side; of one system, the right-hand sides that are not multiplied together."""
     n, left = call.out.ndim, call.kwargs.get("left", True)
     side = n - 1 if left else n - 2
@@ -123,7 +123,7 @@ def solve_triangular(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten._cdist_forward.default, samples="matmul")
-def distances(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def distances(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Every point of the left from every one of the right: either may be split, not the coordinates."""
     n = call.out.ndim
     for k, tensor in enumerate(call.inputs):

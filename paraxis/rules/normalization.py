@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ..placement import REPLICATE, Layout, Placement, Shard
-from .base import Call, Given, Strategy, Tensor, layouts_on, register
+from .base import Call, InputPlacement, Strategy, Tensor, layouts_on, register
 
 aten = torch.ops.aten
 
 
 @register(aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default, samples="norm", free=True)
-def norm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def norm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Every row by itself: the leading dimensions may be sharded, weight and bias are whole."""
     placement = given[0]
     first = call.inputs[0].ndim - len(call.args[1])
@@ -25,7 +25,7 @@ def norm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.native_group_norm.default, samples="norm")
-def group_norm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def group_norm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Every group of every example by itself: channels may be split in whole groups, weight and bias with them."""
     batch, channels, groups = call.args[3], call.args[4], call.args[6]
     vectors = len(call.inputs) - 1
@@ -54,7 +54,7 @@ def _local_sizes(
 
 
 @register(aten.batch_norm.default, aten._native_batch_norm_legit_no_training.default, samples="norm")
-def batch_norm(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def batch_norm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Every channel by itself, all vectors with it. With statistics that are given, every example by itself too."""
     vectors = call.inputs[1:]
     training = call.target is aten.batch_norm.default and call.args[5]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Placement, Shard
-from .base import Call, Given, Strategy, Tensor, draws, is_one, is_partial, register, same_size
+from .base import Call, InputPlacement, Strategy, Tensor, draws, is_one, is_partial, register, same_size
 
 aten = torch.ops.aten
 
@@ -62,7 +62,7 @@ _LINEAR = {"to", "_to_copy", "contiguous", "clone", "alias", "detach", "lift_fre
 
 
 @register(*_pointwise_ops(), *_COPIES, samples="pointwise", free=True)
-def pointwise(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def pointwise(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Follow each sharded input; the others are brought to the same box, less the dimensions they broadcast."""
     ndim = call.out.ndim
     random = draws(call)
@@ -91,7 +91,7 @@ def restrict(out: Shard, tensor: Tensor, ndim: int) -> Placement:
     return box if box.layouts or not out.layouts else REPLICATE
 
 
-def _partial(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def _partial(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Sums pass through linear operators."""
     if not any(is_partial(p) for p in given) or not isinstance(call.target, torch._ops.OpOverload):
         return

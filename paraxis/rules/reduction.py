@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, Shard
-from .base import Call, Given, Strategy, is_partial, normalize_dim, register
+from .base import Call, InputPlacement, Strategy, is_partial, normalize_dim, register
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def _keepdim(call: Call) -> bool:
 
 
 @register(aten.sum, aten.mean, samples="reduction")
-def linear_reduction(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def linear_reduction(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Over a sharded dimension, a sum of the ranks' sums: only the small result is ever communicated."""
     (placement,) = given
     gone = _dims(call)
@@ -83,7 +83,7 @@ def _local_mean(
     aten.norm.ScalarOpt_dim,
     samples="reduction",
 )
-def other_reduction(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def other_reduction(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Over dimensions that are not sharded."""
     (placement,) = given
     name = call.target._schema.name.removeprefix("aten::")
@@ -106,7 +106,7 @@ def other_reduction(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
     aten.roll.default,
     samples="line",
 )
-def along(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def along(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Each line along the dimension by itself; the other dimensions may be sharded."""
     placement = given[0]
     name = call.target._schema.name.removeprefix("aten::")
@@ -118,7 +118,7 @@ def along(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.topk.default, aten.kthvalue.default, aten.sort, samples="line")
-def order(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def order(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Sorting along a dimension that is not sharded."""
     (placement,) = given
     name, n = call.target._schema.name.removeprefix("aten::"), call.inputs[0].ndim
@@ -133,7 +133,7 @@ def order(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.glu.default, samples="line")
-def glu(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def glu(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """One half times the sigmoid of the other: along that dimension, halves that are cut alike stay together."""
     (placement,) = given
     dim = normalize_dim(call.arg(1, "dim", -1), call.inputs[0].ndim)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, Layout, Placement, Shard
-from .base import Call, Given, Strategy, is_partial, normalize_dim, register
+from .base import Call, InputPlacement, Strategy, is_partial, normalize_dim, register
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ def pieces(call: Call) -> tuple[int, list[int]] | None:
     aten.unsafe_split,
     samples="split",
 )
-def split(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def split(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Each piece takes its part of the layout."""
     (placement,), found = given, pieces(call)
     count = len(call.outputs)
@@ -65,7 +65,7 @@ def _local_split(
 
 
 @register(aten.unbind.int, samples="split")
-def unbind(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def unbind(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """A dimension becomes a tuple; the others keep their layouts."""
     (placement,) = given
     dim = normalize_dim(call.arg(1, "dim", 0), call.inputs[0].ndim)
@@ -73,13 +73,13 @@ def unbind(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.select.int, samples="split")
-def select(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def select(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """One index of a dimension that is not sharded."""
     (placement,) = given
     yield from _without(placement, normalize_dim(call.args[1], call.inputs[0].ndim), 1)
 
 
-def _without(placement: Given, dim: int, count: int) -> Iterable[Strategy]:
+def _without(placement: InputPlacement, dim: int, count: int) -> Iterable[Strategy]:
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,) * count)
     if isinstance(placement, Shard) and dim not in placement.dims:
@@ -111,7 +111,7 @@ def bounds(call: Call) -> tuple[int, int, int] | None:
 
 
 @register(aten.slice.Tensor, samples="split")
-def slice_(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def slice_(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """A range of a dimension: of a sharded one, each rank takes what it holds of the range."""
     (placement,) = given
     if is_partial(placement):
@@ -161,7 +161,7 @@ def _is_empty(shape: tuple[Any, ...]) -> bool:
 
 
 @register(aten.cat.default, samples="split")
-def cat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def cat(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Along another dimension all pieces share a box; along the sharded one the result is packed."""
     real = [t for t in call.inputs if not _is_empty(t.shape)]
     if not real:
@@ -181,7 +181,7 @@ def cat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
         yield packed
 
 
-def _packed(call: Call, given: Sequence[Given], dim: int, skip: list[bool]) -> Strategy | None:
+def _packed(call: Call, given: Sequence[InputPlacement], dim: int, skip: list[bool]) -> Strategy | None:
     """Pieces that are all sharded on the dimension they are joined along."""
     box: dict[int, Layout] | None = None
     parts = []
@@ -201,7 +201,7 @@ def _packed(call: Call, given: Sequence[Given], dim: int, skip: list[bool]) -> S
 
 
 @register(aten.stack.default, samples="split")
-def stack(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def stack(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """A new dimension; all pieces share a box."""
     dim = normalize_dim(call.arg(1, "dim", 0), call.out.ndim)
     if any(is_partial(p) for p in given):
@@ -212,7 +212,7 @@ def stack(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.constant_pad_nd.default, samples="split")
-def pad(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def pad(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Padding of dimensions that are not sharded."""
     (placement,), n = given, call.inputs[0].ndim
     widths = call.args[1]
@@ -224,7 +224,7 @@ def pad(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.slice_scatter.default, aten.select_scatter.default, samples="split")
-def scatter_part(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def scatter_part(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """A part of a dimension that is not sharded is replaced. A linear map of both."""
     dim = normalize_dim(call.arg(2, "dim", 0), call.inputs[0].ndim)
     gone = call.target is aten.select_scatter.default
@@ -240,7 +240,7 @@ def scatter_part(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.unfold.default, samples="split")
-def windows(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def windows(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Windows along a dimension that is not sharded, as a new last one."""
     (placement,) = given
     if is_partial(placement):
@@ -250,7 +250,7 @@ def windows(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.diagonal.default, samples="split")
-def diagonal(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def diagonal(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Two dimensions become one, the last; the others keep their layouts."""
     (placement,), n = given, call.inputs[0].ndim
     gone = {normalize_dim(call.arg(2, "dim1", 0), n), normalize_dim(call.arg(3, "dim2", 1), n)}
@@ -261,7 +261,7 @@ def diagonal(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.tril.default, aten.triu.default, samples="split")
-def triangle(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def triangle(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """A part of every matrix is kept: the matrices side by side. A linear map."""
     (placement,) = given
     if is_partial(placement):

@@ -26,7 +26,7 @@ from math import lcm
 from typing import Any
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import Call, Given, Rule, Strategy, Structures, Tensor, draws, is_partial, layouts_on, same_size
+from .base import Call, InputPlacement, Rule, Strategy, Structures, Tensor, draws, is_partial, layouts_on, same_size
 
 _ENTRY = re.compile(r"R|P|S\(\s*(-?\d+)\s*(?:x\s*(\d+)|(\*))?\s*\)")
 
@@ -117,7 +117,7 @@ class Line:
         text = f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
         return f"{text}; {', '.join(self.local)}" if self.local else text
 
-    def offer(self, call: Call, given: Sequence[Given]) -> Iterator[Strategy]:
+    def offer(self, call: Call, given: Sequence[InputPlacement]) -> Iterator[Strategy]:
         """The strategies of this line where an input is now as the line wants it."""
         if len(self.inputs) != len(call.inputs) or len(self.outputs) != len(call.outputs):
             return
@@ -139,7 +139,7 @@ class Line:
                 localize = partial(localize_shares, shares=shares) if shares else None
                 yield Strategy(tuple(inputs), tuple(outputs), localize)  # type: ignore[arg-type]
 
-    def cuts(self, call: Call, given: Sequence[Given]) -> Iterator[Cut]:
+    def cuts(self, call: Call, given: Sequence[InputPlacement]) -> Iterator[Cut]:
         """How the inputs that this line cuts are cut now."""
         for i, (entry, tensor) in enumerate(zip(self.inputs, call.inputs)):
             dim, size = entry.at(tensor), entry.size(tensor)
@@ -207,7 +207,7 @@ class Table:
     def __init__(self, lines: Iterable[Line]) -> None:
         self.lines = tuple(lines)
 
-    def __call__(self, call: Call, given: Sequence[Given]) -> Iterator[Strategy]:
+    def __call__(self, call: Call, given: Sequence[InputPlacement]) -> Iterator[Strategy]:
         seen: set[Any] = set()
         for line in self.lines:
             for strategy in line.offer(call, given):

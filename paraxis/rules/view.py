@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, Layout, Placement, Shard
-from .base import Call, Given, Strategy, is_partial, normalize_dim, register, same_size
+from .base import Call, InputPlacement, Strategy, is_partial, normalize_dim, register, same_size
 
 aten = torch.ops.aten
 
@@ -122,7 +122,7 @@ def _unflatten(layout: Layout, right: list[int], target: Sequence[Any]) -> dict[
 @register(
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten, aten.unflatten, samples="view"
 )
-def reshape(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def reshape(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Carry the layout through the groups; a sum stays a sum."""
     (placement,) = given
     if is_partial(placement):
@@ -211,7 +211,7 @@ def _permutation(call: Call) -> list[int]:
     aten.movedim,
     samples="view",
 )
-def permute(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def permute(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Dimensions change their places, and their layouts with them."""
     (placement,) = given
     order = _permutation(call)
@@ -222,7 +222,7 @@ def permute(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.unsqueeze.default, aten.squeeze, samples="view")
-def squeeze(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def squeeze(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Dimensions of size one come and go."""
     (placement,) = given
     if is_partial(placement):
@@ -250,7 +250,7 @@ def _exact_squeeze(
 
 
 @register(aten.expand.default, samples="view")
-def expand(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def expand(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """A dimension of size one grows. Ranks that hold the same elements may each make their part of the new ones."""
     (placement,) = given
     source, out = call.inputs[0], call.out
@@ -301,7 +301,7 @@ def _local_expand(
 
 
 @register(aten.repeat.default, samples="view")
-def repeat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def repeat(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Copies along a dimension: a layout repeats by itself, and a sum stays a sum."""
     (placement,) = given
     if is_partial(placement):
@@ -319,7 +319,7 @@ def repeat(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
 
 
 @register(aten.view_as_complex.default, aten.view_as_real.default, samples="view")
-def complex_view(call: Call, given: Sequence[Given]) -> Iterable[Strategy]:
+def complex_view(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Pairs of numbers in a last dimension become complex ones, or the reverse."""
     (placement,) = given
     pairs = call.inputs[0].ndim - 1 if call.target is aten.view_as_complex.default else None

@@ -1,6 +1,7 @@
 """Choosing a placement for every tensor: the program, the candidate layouts, the cost and the search."""
 
 from .account import Account, account
+from .constrained import Wanted, solve
 from .constraints import Constraint, ConstraintError
 from .cost import CostModel
 from .machine import PRESETS, Link, Machine, machine_of
@@ -8,7 +9,6 @@ from .program import Program, Step, Value
 from .search import search
 from .solution import Solution, Unsatisfiable, on_one_rank
 from .structure import Candidates
-from .wanted import Wanted, solve
 
 __all__ = [
     "PRESETS",

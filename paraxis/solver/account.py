@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate
-from ..rules.base import Free
+from ..rules.base import Unplaced
 from .cost import CostModel, collective_between, nbytes
 from .moves import settled
 from .program import Program, Step, Value, hint, tensor_of
@@ -68,7 +68,7 @@ def account(program: Program, solution: Solution, model: CostModel) -> Account:
         before = dict(zip(step.inputs, solution.given[step], strict=True))
         for value, tensor, need in zip(step.inputs, step.call.inputs, strategy.inputs, strict=True):
             given = before[value]
-            if not isinstance(given, Free):
+            if not isinstance(given, Unplaced):
                 send(step, value, nbytes(tensor), given, need)
                 before[value] = final[value] = settled(given, need)
         final.update(zip(step.outputs, strategy.outputs, strict=True))

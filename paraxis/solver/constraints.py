@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 import torch
 
 from ..placement import Placement, Shard
-from ..rules import Given, Strategy
-from ..rules.base import Free
+from ..rules import InputPlacement, Strategy
+from ..rules.base import Unplaced
 from .program import Program, Step, Value
 
 aten = torch.ops.aten
@@ -81,7 +81,7 @@ def parse(wishes: Mapping[str, str | Sequence[str]] | None) -> list[Constraint]:
     return found
 
 
-class Wishes:
+class Constraints:
     """The constraints as they apply to the parameters of a program. ``aliases``: more names of a parameter."""
 
     def __init__(
@@ -99,12 +99,14 @@ class Wishes:
         """An axis is one of a layer's weight; its bias follows."""
         return constraint.wish not in AXES or constraint.wish in self.axes.get(value, {})
 
-    def permit(self, step: Step, strategy: Strategy, given: tuple[Given, ...], after: tuple[Placement, ...]) -> bool:
+    def permit(
+        self, step: Step, strategy: Strategy, given: tuple[InputPlacement, ...], after: tuple[Placement, ...]
+    ) -> bool:
         """Whether a step places no parameter against the wishes."""
         return all(
             wish.holds(place, self.axes.get(value, {}))
             for value, before, place in zip(step.inputs, given, after, strict=True)
-            if isinstance(before, Free)
+            if isinstance(before, Unplaced)
             for wish in self.by_value.get(value, ())
         )
 
@@ -119,7 +121,7 @@ def check_names(constraints: Sequence[Constraint], names: Mapping[str, Sequence[
             raise ConstraintError(f"constraint {constraint}: no parameter or module has such a name.{hint}")
 
 
-def check_axes(constraints: Sequence[Constraint], wishes: Wishes, program: Program) -> None:
+def check_axes(constraints: Sequence[Constraint], wishes: Constraints, program: Program) -> None:
     """Raise if an axis is asked of parameters that are no weights of such a layer."""
     applied = {constraint for several in wishes.by_value.values() for constraint in several}
     for constraint in constraints:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Replicate, Shard
-from ..rules import FREE, Call, Given, Strategy, Tensor, accepts_free, replicated, rule_for, same_size
+from ..rules import UNPLACED, Call, InputPlacement, Strategy, Tensor, accepts_unplaced, replicated, rule_for, same_size
 from ..rules.base import is_one
 from .cost import CostModel, collective_between, nbytes
 from .moves import sequence_length, sequence_shards, settled, share
@@ -52,10 +52,10 @@ class _Choice:
     strategy: Strategy
     after: tuple[Placement, ...]
     cost: float
-    given: tuple[Given, ...] = ()
+    given: tuple[InputPlacement, ...] = ()
 
 
-Permit = Callable[[Step, Strategy, tuple[Given, ...], tuple[Placement, ...]], bool]
+Permit = Callable[[Step, Strategy, tuple[InputPlacement, ...], tuple[Placement, ...]], bool]
 """Whether a step may be run this way, from these placements of its inputs, leaving them in those."""
 Link = tuple[Any, Any]
 State = tuple[int, ...]
@@ -87,8 +87,8 @@ class _Search:
         self.optimal = True
         self.uses = Counter(v for step in program.steps if step.call for v in step.inputs)
         self._splittable: dict[Value, bool] = {}
-        self._names: dict[Given, int] = {}
-        self._placements: list[Given] = []
+        self._names: dict[InputPlacement, int] = {}
+        self._placements: list[InputPlacement] = []
         self._moves: dict[Step, dict[State, list[tuple[State, float, _Choice]]]] = {}
 
     def run(self) -> Solution:
@@ -132,7 +132,7 @@ class _Search:
             floors.append(floors[-1] + alone / self.model.world)
         return floors[::-1]
 
-    def _name(self, placement: Given) -> int:
+    def _name(self, placement: InputPlacement) -> int:
         """A number for a placement: states are compared and hashed all the time."""
         number = self._names.get(placement)
         if number is None:
@@ -199,12 +199,12 @@ class _Search:
         values, placements = (*step.inputs, *step.outputs), (*choice.after, *choice.strategy.outputs)
         return dict(zip(values, placements, strict=True))
 
-    def _initial(self, value: Value) -> Given:
+    def _initial(self, value: Value) -> InputPlacement:
         if value in self.program.placements:
             return self.program.placements[value]
-        return FREE if value in self.program.parameters else REPLICATE
+        return UNPLACED if value in self.program.parameters else REPLICATE
 
-    def _choices(self, step: Step, given: tuple[Given, ...]) -> Iterable[_Choice]:
+    def _choices(self, step: Step, given: tuple[InputPlacement, ...]) -> Iterable[_Choice]:
         assert step.call is not None
         best: dict[Any, _Choice] = {}
         for strategy in self._strategies(step, step.call, given):
@@ -216,7 +216,7 @@ class _Search:
                 best[key] = choice
         return best.values()
 
-    def _strategies(self, step: Step, call: Call, given: tuple[Given, ...]) -> Iterable[Strategy]:
+    def _strategies(self, step: Step, call: Call, given: tuple[InputPlacement, ...]) -> Iterable[Strategy]:
         yield replicated(call)
         if step.impure:
             yield from self._in_place(step, call, given)
@@ -228,13 +228,13 @@ class _Search:
         place = self.program.placements.get(home, REPLICATE)
         return strategy.inputs[0] == place and strategy.outputs[0] == place
 
-    def _by_rule(self, call: Call, given: tuple[Given, ...]) -> Iterable[Strategy]:
+    def _by_rule(self, call: Call, given: tuple[InputPlacement, ...]) -> Iterable[Strategy]:
         rule = rule_for(call.target)
         if rule is None:
             return
-        options: list[Sequence[Given]] = []
+        options: list[Sequence[InputPlacement]] = []
         for i, g in enumerate(given):
-            if g is FREE and not accepts_free(call.target):
+            if g is UNPLACED and not accepts_unplaced(call.target):
                 options.append([REPLICATE, *self._free(call, i)])
             elif self.sequence and isinstance(g, Partial):
                 options.append([g, *sequence_shards(call.inputs[i].shape, self.length, self.program.world)])
@@ -245,7 +245,7 @@ class _Search:
                 if self._fits(call, strategy):
                     yield share(call, strategy)
 
-    def _in_place(self, step: Step, call: Call, given: tuple[Given, ...]) -> Iterable[Strategy]:
+    def _in_place(self, step: Step, call: Call, given: tuple[InputPlacement, ...]) -> Iterable[Strategy]:
         """A whole new value for a sharded input (a cache), written into each rank's shard."""
         place = given[0] if given else None
         if call.target is not torch.ops.aten.copy_.default or not isinstance(place, Shard) or not place.layouts:
@@ -263,9 +263,9 @@ class _Search:
         pairs = [*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True)]
         return all(x.fits(tensor.shape[d]) for tensor, p in pairs if isinstance(p, Shard) for d, x in p.layouts)
 
-    def _price(self, step: Step, call: Call, strategy: Strategy, given: tuple[Given, ...]) -> _Choice:
+    def _price(self, step: Step, call: Call, strategy: Strategy, given: tuple[InputPlacement, ...]) -> _Choice:
         cost = self.model.run(call, strategy)
-        after: dict[Value, Given] = dict(zip(step.inputs, given, strict=True))
+        after: dict[Value, InputPlacement] = dict(zip(step.inputs, given, strict=True))
         for value, tensor, need in zip(step.inputs, call.inputs, strategy.inputs, strict=True):
             g = after[value]  # an input that is there twice is where its first use has left it
             if isinstance(g, (Replicate, Partial, Shard)):
@@ -420,7 +420,7 @@ class _Search:
     def _read_back(self, cost: float, link: Link | None) -> Solution:
         strategies: dict[Step, Strategy] = {}
         costs: dict[Step, float] = {}
-        given: dict[Step, tuple[Given, ...]] = {}
+        given: dict[Step, tuple[InputPlacement, ...]] = {}
         final: dict[Value, Placement] = {}
         parameters: dict[Value, Placement] = {}
         while link is not None:
@@ -435,7 +435,7 @@ class _Search:
         results = tuple(self._result(final.get(v, self._initial(v))) for v in self.returned)
         return Solution(strategies, results, parameters, cost, self.optimal, costs, given)
 
-    def _result(self, placement: Given) -> Placement:
+    def _result(self, placement: InputPlacement) -> Placement:
         return placement if isinstance(placement, Shard) and self.keep_sharded else REPLICATE
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ..placement import REPLICATE, Layout, Placement, Shard
-from ..rules import Given, Strategy
+from ..rules import InputPlacement, Strategy
 from .program import Step, Value
 
 
@@ -29,7 +29,7 @@ class Solution:
     cost: float
     optimal: bool
     costs: dict[Step, float] = field(default_factory=dict)
-    given: dict[Step, tuple[Given, ...]] = field(default_factory=dict)
+    given: dict[Step, tuple[InputPlacement, ...]] = field(default_factory=dict)
 
 
 class Unsatisfiable(ValueError):

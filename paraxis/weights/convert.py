@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .names import CheckpointNames
-from .parts import Fill, Index, TracedRecipe
+from .partial_recipes import Fill, Index, TracedRecipe
 
 Read = Callable[[str], torch.Tensor]
 

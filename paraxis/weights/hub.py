@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .agree import exchange, together
-from .errors import CheckpointError
+from ..distributed.consensus import all_gather_object, on_all_ranks
+from ..errors import CheckpointError
 from .weight_map import INDEX_NAME, no_safetensors, other_formats
 
 MIN_TRANSFORMERS = "5.17.0"
@@ -52,20 +52,20 @@ def resolve_checkpoint(
     name = os.fspath(model)
     folder = Path(name).expanduser()
     if folder.exists() or _looks_like_path(name):
-        with together(group, f"finding {name!r}"):
+        with on_all_ranks(group, f"finding {name!r}"):
             _check_folder(folder)
         return folder
     # Ranks on one machine share its name, and its number where a launcher gives one: containers may share
     # names.
     machine = [socket.gethostname(), os.environ.get("GROUP_RANK", "")]
-    machines = exchange(group, machine, f"finding {name!r}")
+    machines = all_gather_object(group, machine, f"finding {name!r}")
     rank = dist.get_rank(group) if len(machines) > 1 else 0
     downloads = machines.index(machine) == rank or len(machines) == 1
     options = {"revision": revision, "cache_dir": cache_dir}
-    with together(group, f"downloading {name!r}", _DOWNLOAD_TIMEOUT):
+    with on_all_ranks(group, f"downloading {name!r}", _DOWNLOAD_TIMEOUT):
         if downloads:
             folder = _snapshot(name, weights, local_files_only, **options)
-    with together(group, f"finding {name!r}"):
+    with on_all_ranks(group, f"finding {name!r}"):
         if not downloads:
             folder = _snapshot(name, weights, True, **options)
     return folder

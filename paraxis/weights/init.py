@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..distributed.consensus import all_gather_object
 from ..distributed.redistribute import slice_box
-from .agree import exchange
 from .load import _finish, _meta_of, held
 
 
@@ -57,7 +57,7 @@ def initialize_parameters(
 
 def common_seed(seed: int | None, group: dist.ProcessGroup | None) -> int:
     """``seed``, or torch's current one, as the first rank of ``group`` has it. A collective."""
-    return int(exchange(group, torch.initial_seed() if seed is None else seed, "choosing a seed")[0])
+    return int(all_gather_object(group, torch.initial_seed() if seed is None else seed, "choosing a seed")[0])
 
 
 def _seed_of(name: str, seed: int) -> int:

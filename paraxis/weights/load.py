@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from ..core import HashableSlice, ParameterMeta, ParameterSlice
 from ..distributed.redistribute import slice_box
-from ..meta import parameter_meta
+from ..errors import CheckpointError
 from ..placement import Placement, Ranges, Shard, local_index, local_shape
-from ..sharded import ShardedTensor, materialize
+from ..tensor.parameter_meta import HashableSlice, ParameterMeta, ParameterSlice
+from ..tensor.sharded_tensor import ShardedTensor, materialize
 from .convert import Conversion
-from .errors import CheckpointError
-from .parts import Index
+from .meta_init import parameter_meta
+from .partial_recipes import Index
 from .weight_map import DTYPES, OpenFiles, match_parameters, open_file
 
 # A box of more pieces than this is read with what lies between them: one large read beats many small ones.

@@ -2,7 +2,7 @@
 
 Most checkpoints have the names of the model as it is. To know that, transformers' tables of renamings and conversions
 have to be made, of all models, which takes as long as reading a gigabyte. So the answer is kept (see
-:mod:`paraxis.cache`), where it is a plain one: each parameter is one tensor, as stored.
+:mod:`paraxis.utils.disk_cache`), where it is a plain one: each parameter is one tensor, as stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from .. import cache
+from ..utils import disk_cache as cache
 from .convert import Conversion, find_conversions
 from .weight_map import header_of, match_parameters
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ..core import Config, ParallelExecutionCtx, ParameterMeta
-from ..data_parallel import arrange
-from ..sharded import ShardedTensor
-from .agree import exchange, together
+from ..config import Config
+from ..context import ParallelExecutionCtx
+from ..data_parallel.setup import arrange
+from ..distributed.consensus import all_gather_object, on_all_ranks
+from ..tensor.parameter_meta import ParameterMeta
+from ..tensor.sharded_tensor import ShardedTensor
 from .init import common_seed, initialize_parameters
 from .load import load_converted, load_parameters, slice_parameters
 
@@ -27,8 +29,8 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
     if not pending:
         return
     arrange(pending, ctx, config)
-    seed = common_seed(config.init_seed, ctx.everybody)
-    with together(ctx.everybody, "loading the weights"), ctx.timed("load"):
+    seed = common_seed(config.init_seed, ctx.world_group)
+    with on_all_ranks(ctx.world_group, "loading the weights"), ctx.timed("load"):
         device = ctx.current_device
         own = {name: p for name, p in pending.items() if _meta(p).source is not None}
         slice_parameters(own, ctx.rank, device)
@@ -47,7 +49,7 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
 def _warn_of_non_finite(parameters: Mapping[str, nn.Parameter], ctx: ParallelExecutionCtx) -> None:
     """On the first rank, of what any rank has found. A collective."""
     found = [n for n, p in parameters.items() if not bool(torch.isfinite(p._local).all())]  # type: ignore[attr-defined]
-    names = sorted({name for names in exchange(ctx.everybody, found, "looking for NaN") for name in names})
+    names = sorted({name for names in all_gather_object(ctx.world_group, found, "looking for NaN") for name in names})
     if names and ctx.is_first:
         some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         warnings.warn(f"NaN or infinity in the weights of {some}", stacklevel=2)

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core import ParallelExecutionCtx
+from ..context import ParallelExecutionCtx
+from ..distributed.consensus import on_all_ranks
+from ..errors import CheckpointError
 from ..plan import block_of
-from ..sharded import ShardedTensor, whole_of
-from .agree import together
-from .errors import CheckpointError
+from ..tensor.sharded_tensor import ShardedTensor, full_tensor_of
 from .weight_map import INDEX_NAME
 
 SINGLE_NAME = "model.safetensors"
@@ -55,7 +55,7 @@ def save_checkpoint(
     A directory that holds a checkpoint already keeps it until the new one is complete.
     """
     target = Path(directory)
-    with together(ctx.everybody, f"saving to {str(target)!r}"):
+    with on_all_ranks(ctx.world_group, f"saving to {str(target)!r}"):
         values = entries(model)
         groups = grouped(model, {n: _plain(v) for n, v in values.items()}, save_original_format)
         files = split(groups, max_shard_size)
@@ -64,7 +64,7 @@ def save_checkpoint(
     made = target / f".saving-{secrets.token_hex(4)}"
     first = ctx.is_first
     try:
-        with together(ctx.everybody, f"saving to {str(target)!r}"):
+        with on_all_ranks(ctx.world_group, f"saving to {str(target)!r}"):
             if first:
                 made.mkdir(parents=True)
                 _save_configuration(model, made)
@@ -76,13 +76,13 @@ def save_checkpoint(
                 group = next(waiting)
                 known.update(group.stored)
                 gathered = {n: gather(values[n], ctx) for n in group.names}
-                with together(ctx.everybody, f"saving {', '.join(group.names[:3])}"):
+                with on_all_ranks(ctx.world_group, f"saving {', '.join(group.names[:3])}"):
                     if first:
                         pending |= convert(model, gathered, save_original_format)
-            with together(ctx.everybody, f"writing {name!r} in {str(target)!r}"):
+            with on_all_ranks(ctx.world_group, f"writing {name!r} in {str(target)!r}"):
                 if first:
                     _write({key: pending.pop(key) for key in wanted}, made / name)
-        with together(ctx.everybody, f"saving to {str(target)!r}"):
+        with on_all_ranks(ctx.world_group, f"saving to {str(target)!r}"):
             if first:
                 put_in_place(made, target, files, groups)
     finally:
@@ -121,7 +121,7 @@ def _plain(value: Any) -> torch.Tensor:
 def gather(value: Any, ctx: ParallelExecutionCtx) -> torch.Tensor:
     """The whole tensor on the first rank's CPU, nothing on the others. A collective for a sharded one."""
     if isinstance(value, ShardedTensor):
-        whole = whole_of(value)
+        whole = full_tensor_of(value)
     else:
         whole = value.detach()
     return whole.cpu() if ctx.is_first else whole.new_empty(0)

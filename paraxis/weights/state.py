@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..core import ParameterMeta
-from ..sharded import ShardedTensor
-from .agree import together
-from .errors import CheckpointError
+from ..distributed.consensus import on_all_ranks
+from ..errors import CheckpointError
+from ..tensor.parameter_meta import ParameterMeta
+from ..tensor.sharded_tensor import ShardedTensor
 from .save import persistent_buffers
 
 NUMBERS = "paraxis.json"
@@ -41,19 +41,19 @@ def save_state(
     first = dist.get_rank(group) == 0
     made = target.with_name(f"{target.name}.saving")
     what = f"saving to {str(target)!r}"
-    with together(group, what):
+    with on_all_ranks(group, what):
         tensors, numbers = _state(model, optimizer)
         text = json.dumps({"optimizer": numbers, "extra": extra})
         if target.exists() and not target.is_dir():
             raise NotADirectoryError(f"{str(target)!r} is a file; give a directory to save to")
-    with together(group, what):
+    with on_all_ranks(group, what):
         if first:
             shutil.rmtree(made, ignore_errors=True)
             made.mkdir(parents=True)
     try:
-        with together(group, what):
+        with on_all_ranks(group, what):
             _write(tensors, made, group)
-        with together(group, what):
+        with on_all_ranks(group, what):
             if first:
                 (made / NUMBERS).write_text(text)
                 _replace(made, target)
@@ -75,7 +75,7 @@ def load_state(
     from torch.distributed.checkpoint import FileSystemReader, load
 
     group = _group(model)
-    with together(group, f"loading {str(directory)!r}"):
+    with on_all_ranks(group, f"loading {str(directory)!r}"):
         source = _complete(Path(directory))
         reader = FileSystemReader(source)
         stored = reader.read_metadata().state_dict_metadata
@@ -83,7 +83,7 @@ def load_state(
         tensors, _ = _state(model, None)
         _check(tensors, stored, source)
         slots = _make_room(model, optimizer, data["optimizer"], stored) if optimizer is not None else {}
-    with together(group, f"loading {str(source)!r}"):
+    with on_all_ranks(group, f"loading {str(source)!r}"):
         try:
             load(
                 {**tensors, **{name: tensor for name, (_, _, tensor) in slots.items()}},
@@ -103,7 +103,7 @@ def load_state(
 def _group(model: nn.Module) -> dist.ProcessGroup:
     for parameter in model.parameters():
         if isinstance(parameter, ShardedTensor) and isinstance(parameter._spec, ParameterMeta):
-            group = parameter._spec.everybody or parameter._spec.group
+            group = parameter._spec.world_group or parameter._spec.group
             if group is not None:
                 return group
     raise TypeError(f"{type(model).__name__} is not a parallel model; give what parallelize_model returned")

@@ -13,8 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from ..errors import CheckpointError
 from .convert import Conversion
-from .errors import CheckpointError
 from .names import CheckpointNames
 
 INDEX_NAME = "model.safetensors.index.json"

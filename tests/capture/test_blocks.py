@@ -10,7 +10,7 @@ from marks import long
 from torch import nn
 
 from paraxis import plan_model
-from paraxis.capture.blocks import find_repeated, only_first
+from paraxis.capture.repeated_blocks import find_repeated, only_first
 
 
 class Block(nn.Module):

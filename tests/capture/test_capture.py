@@ -12,7 +12,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
-from paraxis.capture import CaptureError, capture, mark_whole, simplify, to_aten, whole_op
+from paraxis.capture import CaptureError, capture, mark_output, mark_output_op, simplify, to_aten
 from paraxis.capture.functionalize import IN_PLACE, written_input
 from paraxis.rules import rule_for
 
@@ -337,17 +337,17 @@ def test_results_are_marked() -> None:
             self.tensor = tensor
 
     inner = torch.ones(2)
-    marked = mark_whole({"a": torch.ones(2), "b": (torch.ones(2), [torch.ones(2)], None, 3), "c": Cache(inner)})
+    marked = mark_output({"a": torch.ones(2), "b": (torch.ones(2), [torch.ones(2)], None, 3), "c": Cache(inner)})
     assert torch.equal(marked["a"], torch.ones(2)) and marked["b"][2:] == (None, 3)
     assert marked["c"].tensor is inner, "what is no plain container is not entered"
     graph = aten_of(lambda w, x: {"y": x @ w, "z": (x + 1, x)}, torch.ones(4, 4))
-    assert targets(graph).count(whole_op) == 3
+    assert targets(graph).count(mark_output_op) == 3
 
 
 def test_marking_changes_no_value_and_no_input() -> None:
     x = torch.randn(3)
-    assert torch.equal(mark_whole(x), x) and mark_whole(x) is not x
-    assert mark_whole("text") == "text" and mark_whole(None) is None
+    assert torch.equal(mark_output(x), x) and mark_output(x) is not x
+    assert mark_output("text") == "text" and mark_output(None) is None
 
 
 # -- errors --------------------------------------------------------------------------------------------------------

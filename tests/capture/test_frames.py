@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paraxis.capture import frames, trace
+from paraxis.capture import trace
+from paraxis.compat import frames
 
 
 @pytest.mark.parametrize("slots", [10, 900, 1100, 1700, 1990, 2010, 2030, 2045, 2100, 5000])

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paraxis.capture.guards import Structure, needed_guards
+from paraxis.runtime.guards import Structure, needed_guards
 
 
 def test_other_modules_are_noticed() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import paraxis.distributed as pd
 from paraxis.distributed import CollectiveError
-from paraxis.distributed import host as module
+from paraxis.distributed import shared_memory as module
 from ranks import RankPool, spawn_ranks
 
 Ranks = Callable[[int], RankPool]
@@ -23,7 +23,7 @@ Ranks = Callable[[int], RankPool]
 def sums(shape: tuple[int, ...], capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
     """(sum by us, sum by gloo, gathered by us, whether shared memory was used)"""
     group: Any = dist.group.WORLD
-    found = module.host_of(group)
+    found = module.shared_memory_of(group)
     if found is not None:
         found.capacity = capacity
     x = torch.randn(shape, generator=torch.Generator().manual_seed(dist.get_rank()), dtype=torch.float64)
@@ -106,7 +106,7 @@ def turned_off() -> tuple[bool, float]:
     os.environ["PARAXIS_SHARED_MEMORY"] = "0" if dist.get_rank() == 1 else "1"
     try:
         group: Any = dist.new_group()
-        return module.host_of(group) is None, float(pd.all_reduce(torch.ones(1), group))
+        return module.shared_memory_of(group) is None, float(pd.all_reduce(torch.ones(1), group))
     finally:
         del os.environ["PARAXIS_SHARED_MEMORY"]
 

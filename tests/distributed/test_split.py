@@ -12,16 +12,17 @@ import torch.distributed as dist
 from models.meshes import mesh_context
 from torch import nn
 
-from paraxis import CollectiveError, Config, regather
-from paraxis.core import ParameterMeta
-from paraxis.data_parallel import arrange, no_sync
-from paraxis.distributed import averaging
-from paraxis.distributed.chunks import write_items
+from paraxis import CollectiveError, Config
+from paraxis.data_parallel import grad_reducer as averaging
+from paraxis.data_parallel.setup import arrange, no_sync
+from paraxis.distributed.checkpoint_chunks import write_items
 from paraxis.distributed.redistribute import slice_box
-from paraxis.meta import _empty_parameter
 from paraxis.placement import REPLICATE, Layout, Placement, Shard
-from paraxis.sharded import ShardedTensor, materialize, unwrap
+from paraxis.tensor import unshard as unshard
+from paraxis.tensor.parameter_meta import ParameterMeta
+from paraxis.tensor.sharded_tensor import ShardedTensor, materialize, unwrap
 from paraxis.weights.load import held
+from paraxis.weights.meta_init import _empty_parameter
 
 PLACED: dict[str, tuple[tuple[int, ...], Placement]] = {
     "column": ((8, 6), Shard.of(0, Layout.even(8, 2))),
@@ -54,7 +55,7 @@ def made(data_parallel: str) -> tuple[Any, dict[str, Any], dict[str, torch.Tenso
 
 def loss_of(parameters: dict[str, Any], factor: float) -> torch.Tensor:
     """A sum in which data-parallel ranks have factors of their own."""
-    run = regather.letting_go(lambda: sum((unwrap(p) ** 2).sum() * factor for p in parameters.values()))
+    run = unshard.reshard_after_forward(lambda: sum((unwrap(p) ** 2).sum() * factor for p in parameters.values()))
     return run()  # type: ignore[no-any-return]
 
 
@@ -103,12 +104,12 @@ def averaged(data_parallel: str) -> None:
     ctx, parameters, whole = made(data_parallel)
     factor = 1.0 + ctx.dp_rank
     loss = loss_of(parameters, factor)
-    assert not regather._live, "gathered parameters are kept for the backward pass"
+    assert not unshard._live, "gathered parameters are kept for the backward pass"
     loss.backward()
     right = {name: gradient(name, whole[name], 1.5) for name in whole}
     for name, p in parameters.items():
         assert torch.allclose(p.grad.full_tensor(), right[name], atol=1e-5), name
-        assert p.grad.placement == p.placement and p.grad.dp_split == p.dp_split
+        assert p.grad.placement == p.placement and p.grad.dp_shard == p.dp_shard
         for order in (2, 1, 3, 0, float("inf"), -float("inf")):
             found, expected = (torch.linalg.vector_norm(x, order) for x in (p.grad, right[name]))
             assert torch.allclose(found, expected), (name, order)
@@ -219,7 +220,7 @@ def wrong_meshes() -> dict[str, str]:
         found[key] = str(error.value)
     part = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))["dp", "tp"]
     ctx = ParallelExecutionCtx(mesh=part, current_device=torch.device("cpu"))
-    assert (ctx.dp_size, ctx.world_size, dist.get_world_size(ctx.everybody)) == (2, 2, 4)
+    assert (ctx.dp_size, ctx.world_size, dist.get_world_size(ctx.world_group)) == (2, 2, 4)
     alone = ParallelExecutionCtx(dist.group.WORLD, torch.device("cpu"))
     for key, context, option in (("no mesh", alone, "shard"), ("unknown", ctx, "fsdp")):
         with pytest.raises(ValueError) as error:

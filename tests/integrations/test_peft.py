@@ -16,7 +16,7 @@ from torch import nn
 
 from paraxis import parallelize_model
 from paraxis.integrations.peft import save_adapters
-from paraxis.sharded import ShardedTensor
+from paraxis.tensor.sharded_tensor import ShardedTensor
 
 peft = pytest.importorskip("peft")
 

@@ -28,7 +28,7 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_like_the_operators(shape: Any, kind: str, dtype: torch.dtype) -> None:
-    from paraxis.kernels.attend import attend_row, rotate_store_attend
+    from paraxis.kernels.triton.decode_attention import attend_row, rotate_store_attend
 
     torch.manual_seed(0)
     batch, heads, groups, length, features = shape
@@ -63,7 +63,7 @@ def test_like_the_operators(shape: Any, kind: str, dtype: torch.dtype) -> None:
 
 
 def test_nothing_seen_is_nothing() -> None:
-    from paraxis.kernels.attend import attend_row
+    from paraxis.kernels.triton.decode_attention import attend_row
 
     keys = torch.randn(1, 1, 200, 64, device="cuda")
     mask = torch.zeros(1, 1, 1, 200, device="cuda", dtype=torch.bool)

@@ -9,9 +9,9 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
-from paraxis.kernels.causal import LONGEST
-from paraxis.kernels.native import kernel
-from paraxis.passes.attending import attend_to_prompts
+from paraxis.kernels.cpu.build import kernel
+from paraxis.kernels.cpu.prefill_attention import LONGEST
+from paraxis.optimize.cpu_attention import use_prefill_attention
 
 aten = torch.ops.aten
 needs_compiler = pytest.mark.skipif(kernel("causal") is None, reason="there is no compiler")
@@ -35,8 +35,8 @@ def right(tensors: list[torch.Tensor], scale: float) -> torch.Tensor:
 def test_like_torch(batch: int, heads: int, groups: int, queries: int, features: int) -> None:
     tensors = given(batch, heads, groups, queries, queries, features)
     for scale in (features**-0.5, 4.0):  # with the second some rows weigh nothing
-        found = torch.ops.paraxis.attend_causal(*tensors, scale)
-        told = torch.ops.paraxis.attend_causal(*(x.to("meta") for x in tensors), scale)
+        found = torch.ops.paraxis.prefill_attention(*tensors, scale)
+        told = torch.ops.paraxis.prefill_attention(*(x.to("meta") for x in tensors), scale)
         assert (found.shape, found.stride()) == (told.shape, told.stride())
         rounding = 2**-23 * scale * 6 * features * float(tensors[2].abs().max())  # the last bit of a large score
         assert float((found - right(tensors, scale)).abs().max()) <= 2e-6 + rounding
@@ -46,7 +46,7 @@ def test_like_torch(batch: int, heads: int, groups: int, queries: int, features:
 def test_other_lengths(queries: int, length: int) -> None:
     """As torch counts them, from the first row; and what is left to torch."""
     tensors = given(1, 2, 2, queries, length, 16)
-    found = torch.ops.paraxis.attend_causal(*tensors, 0.25)
+    found = torch.ops.paraxis.prefill_attention(*tensors, 0.25)
     torch.testing.assert_close(found.double(), right(tensors, 0.25), atol=2e-6, rtol=2e-6)
 
 
@@ -61,7 +61,7 @@ def test_relaid() -> None:
     try:
         for count in (1, 2, 4, 5):
             torch.set_num_threads(count)
-            found = torch.ops.paraxis.attend_causal(scattered, *roomy, 0.2)
+            found = torch.ops.paraxis.prefill_attention(scattered, *roomy, 0.2)
             torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
     finally:
         torch.set_num_threads(threads)
@@ -93,7 +93,7 @@ def test_put_in_place(options: dict[str, Any], dtype: torch.dtype, expected: int
     graph.output(result)
     module = GraphModule({}, graph)
     before = module(*values) if "dropout_p" not in options else None
-    assert attend_to_prompts(module) == expected
+    assert use_prefill_attention(module) == expected
     module.graph.lint()
     if before is not None:
         torch.testing.assert_close(module(*values), before)
@@ -105,14 +105,14 @@ def test_whatever_the_default_is() -> None:
     query, keys, values = given(2, 2, 1, 9, 9, 16)
     torch.set_default_dtype(torch.float64)
     try:
-        found = torch.ops.paraxis.attend_causal(query, keys, values, 0.25)
+        found = torch.ops.paraxis.prefill_attention(query, keys, values, 0.25)
     finally:
         torch.set_default_dtype(torch.float32)
     torch.testing.assert_close(found.double(), right([query, keys, values], 0.25), atol=2e-6, rtol=2e-6)
     for mixed in ([query, keys[:1], values[:1]], [query, keys, values[:1]]):
-        found = torch.ops.paraxis.attend_causal(*mixed, 0.25)
+        found = torch.ops.paraxis.prefill_attention(*mixed, 0.25)
         torch.testing.assert_close(found.double(), right(mixed, 0.25), atol=2e-6, rtol=2e-6)
     with pytest.raises(RuntimeError):  # no result of the query's shape
-        torch.ops.paraxis.attend_causal(query[:, :1], keys, values, 0.25)
-    nothing = torch.ops.paraxis.attend_causal(query.abs(), torch.full_like(keys, -torch.inf), values, 0.25)
+        torch.ops.paraxis.prefill_attention(query[:, :1], keys, values, 0.25)
+    nothing = torch.ops.paraxis.prefill_attention(query.abs(), torch.full_like(keys, -torch.inf), values, 0.25)
     assert torch.equal(nothing, torch.zeros_like(nothing))

@@ -31,11 +31,11 @@ def differences(folder: str, device: str) -> list[float]:
     """How far the logits of every step are from the unsharded model's: twice, with other weights the second time."""
     from transformers import StaticCache
 
-    from paraxis import inductor
+    from paraxis.runtime import inductor
 
     placed = []
-    place_prompts = inductor.place_prompts
-    inductor.place_prompts = lambda module: placed.append(place_prompts(module))
+    fuse_rope_kv_write = inductor.fuse_rope_kv_write
+    inductor.fuse_rope_kv_write = lambda module: placed.append(fuse_rope_kv_write(module))
     torch.backends.cuda.matmul.allow_tf32 = False
     model, _ = parallel(folder, device, torch_dtype=torch.float32, compile="inductor", mode="reduce-overhead")
     model.eval()
@@ -50,7 +50,7 @@ def differences(folder: str, device: str) -> list[float]:
         for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
             parameter.to_local().mul_(1.5)
             other.mul_(1.5)
-    inductor.place_prompts = place_prompts
+    inductor.fuse_rope_kv_write = fuse_rope_kv_write
     assert placed == [2, 0], f"the kernels for prompts and for tokens took {placed} layers"
     return found
 

@@ -13,9 +13,9 @@ from kernels.products import FORMS, weights_seen
 from torch.fx import symbolic_trace
 from torch.utils.flop_counter import FlopCounterMode
 
-from paraxis.kernels import few_rows
-from paraxis.kernels.native import kernel
-from paraxis.passes.products import Rows, multiply_rows
+from paraxis.kernels.cpu import gemv as few_rows
+from paraxis.kernels.cpu.build import kernel
+from paraxis.optimize.cpu_matmul import Rows, use_cpu_matmul
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(kernel("few_rows") is None, reason="there is no compiler")
@@ -152,7 +152,7 @@ def test_put_in_place(compiled: bool, calls: list[Any]) -> None:
         if node.op == "call_function" and hasattr(node.target, "default"):
             node.target = node.target.default
     expected = module(x)
-    assert multiply_rows(module, compiled) == (1 if compiled else 2)
+    assert use_cpu_matmul(module, compiled) == (1 if compiled else 2)
     for found, before in zip(module(x), expected, strict=True):
         torch.testing.assert_close(found, before)
     assert len(calls) == (2 if compiled else 3)

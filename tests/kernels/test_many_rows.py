@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from kernels.products import FORMS, weights_seen
 
-from paraxis.kernels import few_rows, many_rows
-from paraxis.passes.products import Rows
+from paraxis.kernels.cpu import gemm_onednn as many_rows
+from paraxis.kernels.cpu import gemv as few_rows
+from paraxis.optimize.cpu_matmul import Rows
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 

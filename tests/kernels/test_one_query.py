@@ -11,10 +11,10 @@ from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paraxis.kernels.native import kernel
-from paraxis.passes.appending import append, attend_extended
-from paraxis.passes.attending import attend_where_it_grows
-from paraxis.passes.rewrite import named
+from paraxis.kernels.cpu.build import kernel
+from paraxis.optimize.cpu_attention import use_decode_attention
+from paraxis.optimize.kv_cache_append import append, attend_extended
+from paraxis.passes.partition import named
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(kernel("one_query") is None, reason="there is no compiler")
@@ -142,7 +142,7 @@ def test_put_in_place(compiled: bool) -> None:
     module = program(compiled=compiled)
     inputs = [torch.randn(1, n, k, 16) for n, k in ((4, 1), (2, 5), (2, 5), (2, 1), (2, 1))]
     expected = module(*inputs)
-    assert attend_where_it_grows(module, compiled) == 1
+    assert use_decode_attention(module, compiled) == 1
     module.graph.lint()
     targets = {node.target for node in module.graph.nodes}
     assert (torch.ops.paraxis.attend_appended.default if compiled else attend_extended) in targets
@@ -155,7 +155,7 @@ def test_put_in_place(compiled: bool) -> None:
 def test_what_is_not_that_stays(other: dict[str, Any]) -> None:
     """Several queries, a mask, a cache that is needed before its attention, a query that sees the first row only."""
     module = program(**other)
-    assert attend_where_it_grows(module) == 0
+    assert use_decode_attention(module) == 0
     module.graph.lint()
 
 
@@ -169,7 +169,7 @@ def test_long_programs_after_it() -> None:
         for _ in range(2000):
             last = graph.call_function(aten.neg.default, (last,))
     graph.output_node().args = ((*outputs, last),)
-    assert attend_where_it_grows(module) == 1
+    assert use_decode_attention(module) == 1
     module.graph.lint()
 
 

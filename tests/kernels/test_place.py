@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from paraxis.kernels.place import _by_operators
+from paraxis.kernels.triton.rope_kv_write import _by_operators
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

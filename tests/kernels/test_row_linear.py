@@ -40,7 +40,7 @@ CASES = [
 def test_like_the_operators(
     features: int, rows: Any, gated: bool, residual: bool, norm: bool, bias: bool, dtype: torch.dtype
 ) -> None:
-    from paraxis.kernels.row_linear import row_linear, row_norm_linear
+    from paraxis.kernels.triton.gemv import row_linear, row_norm_linear
 
     torch.manual_seed(0)
 
@@ -63,7 +63,7 @@ def test_like_the_operators(
 
 
 def test_sizes_of_programs_cover_everything() -> None:
-    from paraxis.kernels.row_linear import blocks
+    from paraxis.kernels.triton.gemv import blocks
 
     for rows in (1, 100, 768, 4096, 128256):
         for features in (16, 512, 1792, 4096, 14336):

@@ -13,7 +13,7 @@ from torch import nn
 
 from paraxis.layers import VocabParallelEmbedding
 from paraxis.placement import SHARED, Layout, Shard
-from paraxis.sharded import ShardedTensor
+from paraxis.tensor.sharded_tensor import ShardedTensor
 from ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from placed import assemble, cut, each, placed, world_ctx
 from torch import nn
 
-from paraxis.core import ParallelExecutionCtx
+from paraxis.context import ParallelExecutionCtx
 from paraxis.distributed import (
     count_collectives,
     differentiable_all_reduce_sum,
@@ -20,7 +20,7 @@ from paraxis.distributed import (
 )
 from paraxis.layers import ColumnParallelLinear, RowParallelLinear
 from paraxis.placement import REPLICATE, SHARED, Layout, Placement, Shard
-from paraxis.sharded import ShardedTensor
+from paraxis.tensor.sharded_tensor import ShardedTensor
 from ranks import RankPool
 
 Ranks = Callable[[int], RankPool]

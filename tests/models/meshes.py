@@ -81,7 +81,7 @@ def beside_unsharded(
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     held = sum(_bytes(p) + _bytes(p.grad) for p in model.parameters())
     held += sum(_bytes(t) for state in optimizer.state.values() for t in state.values() if t.ndim)
-    placed = all(p.grad.placement == p.placement and p.grad.dp_split == p.dp_split for p in model.parameters())
+    placed = all(p.grad.placement == p.placement and p.grad.dp_shard == p.dp_shard for p in model.parameters())
     model.zero_grad()
     right = steps(unsharded, data[:-1])
     everything = sum(4 * p.nbytes for p in unsharded.parameters())

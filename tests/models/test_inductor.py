@@ -14,8 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from zoo.cases import find
 
 from paraxis import Config
-from paraxis.passes.grouped import attend_one, open_single_query_attention
-from paraxis.sharded import ShardedTensor, wrap
+from paraxis.optimize.single_query_attention import attend_one, decompose_single_query_attention
+from paraxis.tensor.sharded_tensor import ShardedTensor, wrap
 
 
 def block() -> nn.Module:
@@ -58,7 +58,7 @@ def replaced(compile: str | None) -> tuple[float, str]:
     from models.compare import context
 
     from paraxis import parallelize_model
-    from paraxis.sharded import materialize
+    from paraxis.tensor.sharded_tensor import materialize
 
     x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
     model = parallelize_model(block(), context(), example_inputs=x, compile=compile)
@@ -171,7 +171,7 @@ def test_one_query_takes_keys_as_they_are(kind: str) -> None:
     seen = torch.rand(2, 1, 1, 9) > 0.3
     mask = seen if kind == "bool" else torch.zeros(2, 1, 1, 9).masked_fill(~seen, -1e9)
     graph = make_fx(attention, pre_dispatch=True)(q, k, v, mask)
-    assert open_single_query_attention(graph) == 1
+    assert decompose_single_query_attention(graph) == 1
     targets = [n.target for n in graph.graph.nodes]
     assert attend_one in targets and torch.ops.aten.expand.default not in targets
     torch.testing.assert_close(graph(q, k, v, mask), attention(q, k, v, mask))
@@ -181,7 +181,7 @@ def test_one_query_takes_keys_as_they_are(kind: str) -> None:
 def test_more_queries_and_masks_per_head_stay(length: int, heads: int) -> None:
     q, k, v = torch.randn(2, 8, length, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
     graph = make_fx(attention, pre_dispatch=True)(q, k, v, torch.zeros(2, heads, length, 9))
-    assert open_single_query_attention(graph) == 0
+    assert decompose_single_query_attention(graph) == 0
 
 
 def test_options_that_make_no_sense() -> None:

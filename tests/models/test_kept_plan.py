@@ -14,7 +14,9 @@ from models.tiny import build
 from zoo.cases import find
 from zoo.check import differences, run
 
-from paraxis import cache, parallelize_model, planning
+from paraxis import parallelize_model
+from paraxis.plan import make as planning
+from paraxis.utils import disk_cache as cache
 
 PLANNED, REMEMBERED = True, False
 BY_THE_FIRST = [PLANNED, False]

@@ -15,7 +15,7 @@ from torch import nn
 
 import paraxis
 from paraxis import Config, MetaAwareMethodsPatcher, parallelize_backend, parallelize_model
-from paraxis.sharded import ShardedTensor
+from paraxis.tensor.sharded_tensor import ShardedTensor
 from ranks import spawn_ranks
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
-from paraxis.passes.appending import append, grow_in_place
-from paraxis.passes.rewrite import named
+from paraxis.optimize.kv_cache_append import append, append_kv_cache_in_place
+from paraxis.passes.partition import named
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ def test_only_caches(dim: int, kept: bool, expected: int) -> None:
     both.meta["val"] = torch.empty(2, 3, 6, 4, device="meta")
     graph.output(graph.call_function(named(lambda x: x, "keep_sharded"), (both,)) if kept else both)
     module = GraphModule({}, graph)
-    assert grow_in_place(module) == expected
+    assert append_kv_cache_in_place(module) == expected
     a, b = rows(5), rows(1) if dim == -2 else rows(5)
     assert torch.equal(module(a, b), torch.cat([a, b], dim))
 

@@ -11,7 +11,7 @@ import transformers.integrations.moe  # noqa: F401 -- defines the operator
 from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paraxis.passes.experts import experts_in_turn, in_turn
+from paraxis.optimize.moe_experts import in_turn, run_experts_in_sequence
 
 ROWS, WIDTH, INNER, EXPERTS = 12, 6, 10, 4
 
@@ -57,7 +57,7 @@ def over_rows(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, sc
 def test_the_same_numbers(function: Callable[..., Any], pairs: int, offsets: list[int]) -> None:
     given = inputs(offsets)
     module = make_fx(function, tracing_mode="fake")(*given)
-    assert experts_in_turn(module) == pairs
+    assert run_experts_in_sequence(module) == pairs
     assert ("in_turn" in module.code) == bool(pairs)
     torch.testing.assert_close(module(*given), function(*given))
 
@@ -67,7 +67,7 @@ def test_sizes_that_may_change(function: Callable[..., Any]) -> None:
     """Here those of the weights may, too, which no model has."""
     given = inputs([3, 3, 7, 12])
     module = make_fx(function, tracing_mode="symbolic")(*given)
-    experts_in_turn(module)
+    run_experts_in_sequence(module)
     torch.testing.assert_close(module(*given), function(*given))
 
 
@@ -89,7 +89,7 @@ def test_rows_are_put_back_quickly(function: Callable[..., Any], quick: bool) ->
     """By an operator for rows, unless indices may be negative."""
     given = inputs([3, 3, 7, 12])
     module = make_fx(functionalize(function, remove="mutations"), tracing_mode="fake")(*given)
-    assert experts_in_turn(module) == 1
+    assert run_experts_in_sequence(module) == 1
     assert ("index_select" in module.code) == quick
     torch.testing.assert_close(module(*given), function(*given))
 
@@ -104,7 +104,7 @@ def test_under_autocast() -> None:
     """Grouped products are not among what is cast; one after the other they are not either."""
     given = inputs([3, 3, 7, 12])
     module = make_fx(gated, tracing_mode="fake")(*given)
-    assert experts_in_turn(module) == 1
+    assert run_experts_in_sequence(module) == 1
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found = module(*given)
     assert found.dtype == torch.float32

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paraxis.passes.placing import count_together, place_prompts
-from paraxis.passes.prompt import open_causal_masks
+from paraxis.optimize.fuse_rope_kv_write import fuse_rope_kv_write, merge_cache_counters
+from paraxis.optimize.prefill import drop_causal_masks
 
 aten = torch.ops.aten
 ROWS, LENGTH, FEATURES = 6, 10, 16
@@ -71,8 +71,8 @@ def test_a_layer(opened: bool, batch: int) -> None:
     given = inputs(batch)
     module = traced(layer, given)
     if opened:
-        assert open_causal_masks(module) == 1
-    assert place_prompts(module) == 1
+        assert drop_causal_masks(module) == 1
+    assert fuse_rope_kv_write(module) == 1
     left = {node.target for node in module.graph.nodes if node.op == "call_function"}
     assert torch.ops.paraxis.rotate_place.default in left
     assert not left & {aten.index_put.default, aten.full.default, aten.cat.default, aten.neg.default}
@@ -86,8 +86,8 @@ def test_several_layers_count_together() -> None:
 
     given = [*inputs(), torch.tensor(0)]
     module = traced(model, given)
-    assert place_prompts(module) == 2
-    assert count_together(module) == 2
+    assert fuse_rope_kv_write(module) == 2
+    assert merge_cache_counters(module) == 2
     targets = [node.target for node in module.graph.nodes]
     assert targets.count(aten._foreach_add.Scalar) == 1
     assert aten.add_.Tensor not in targets and aten.clone.default not in targets
@@ -104,13 +104,13 @@ def test_counters_that_are_read_before_and_after() -> None:
 
     given = [torch.rand(4), torch.tensor(0)]
     module = traced(model, given)
-    assert count_together(module) == 1
+    assert merge_cache_counters(module) == 1
     compare(module, model, given)
 
 
 def test_counters_that_are_inputs_stay() -> None:
     module = traced(lambda x, counter: x + counter.add_(3), [torch.rand(4), torch.tensor(0)])
-    assert count_together(module) == 0
+    assert merge_cache_counters(module) == 0
 
 
 def untouched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_what_stays(changes: dict[str, int], options: dict[str, Any]) -> None:
 
     given = inputs(**changes)
     module = traced(model, given)
-    assert place_prompts(module) == 0
+    assert fuse_rope_kv_write(module) == 0
     compare(module, model, given)
 
 
@@ -221,8 +221,8 @@ def test_what_would_be_read_too_early_or_too_late(model: Any) -> None:
     batch = 2 if model is one_of_two_factors_for_all else 1
     given = inputs(batch)
     module = traced(model, [x.clone() for x in given])
-    assert place_prompts(module) == 0
-    count_together(module)
+    assert fuse_rope_kv_write(module) == 0
+    merge_cache_counters(module)
     found, expected = module(*(x.clone() for x in given)), model(*(x.clone() for x in given))
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
@@ -235,7 +235,7 @@ def test_the_same_without_changes_is_placed() -> None:
         return in_a_layer(*given[:5], given[5].clone())
 
     module = traced(model, inputs())
-    assert place_prompts(module) == 1
+    assert fuse_rope_kv_write(module) == 1
     compare(module, model, inputs())
 
 
@@ -248,5 +248,5 @@ def test_views_of_counters() -> None:
 
     given = [torch.rand(4), torch.tensor(0)]
     module = traced(model, given)
-    assert count_together(module) == 0
+    assert merge_cache_counters(module) == 0
     torch.testing.assert_close(module(*given), model(*given))

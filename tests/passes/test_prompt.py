@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paraxis.passes.prompt import is_long, join_narrow_products, open_causal_masks
+from paraxis.optimize.prefill import drop_causal_masks, is_prefill, merge_narrow_linears
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def draw(length: int) -> torch.Tensor:
 def test_a_causal_mask_is_opened() -> None:
     q, k, v = draw(5), draw(9), draw(9)
     module = make_fx(lambda q, k, v: on_a_cache(q, k, v), pre_dispatch=True)(q, k, v)
-    assert open_causal_masks(module) == 1
+    assert drop_causal_masks(module) == 1
     (attention,) = module.graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
     assert attention.args[3:] == (None, 0.0, True)
     assert not module.graph.find_nodes(op="call_function", target=aten.le.Tensor)
@@ -36,14 +36,14 @@ def test_a_causal_mask_is_opened() -> None:
 def test_another_mask_stays(past: int) -> None:
     q, k, v = draw(5), draw(9), draw(9)
     module = make_fx(lambda q, k, v: on_a_cache(q, k, v, past), pre_dispatch=True)(q, k, v)
-    assert open_causal_masks(module) == 0
+    assert drop_causal_masks(module) == 0
 
 
 def test_a_mask_that_is_an_input_stays() -> None:
     q, k, v = draw(5), draw(5), draw(5)
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
     module = make_fx(F.scaled_dot_product_attention, pre_dispatch=True)(q, k, v, mask)
-    assert open_causal_masks(module) == 0
+    assert drop_causal_masks(module) == 0
 
 
 def traced(rows: int, widths: list[int], biased: bool = False) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
@@ -63,7 +63,7 @@ def test_narrow_products_are_one(biased: bool) -> None:
     """Queries, keys and values of one rank; the wide one stays by itself."""
     module, inputs = traced(600, [64, 16, 2000, 16], biased)
     before = module(*inputs)
-    assert join_narrow_products(module, inputs) == 1
+    assert merge_narrow_linears(module, inputs) == 1
     assert len(module.graph.find_nodes(op="call_function", target=aten.linear.default)) == 2
     for found, expected in zip(module(*inputs), before, strict=True):
         torch.testing.assert_close(found, expected)
@@ -73,7 +73,7 @@ def test_narrow_products_are_one(biased: bool) -> None:
 def test_other_products_stay(rows: int, widths: list[int]) -> None:
     """Few rows, one narrow product alone."""
     module, inputs = traced(rows, widths)
-    assert join_narrow_products(module, inputs) == 0
+    assert merge_narrow_linears(module, inputs) == 0
 
 
 @pytest.mark.parametrize(("rows", "long"), [(8, False), (600, True)])
@@ -81,4 +81,4 @@ def test_long_prompts(rows: int, long: bool) -> None:
     module, inputs = traced(rows, [64, 16])
     for node in module.graph.find_nodes(op="call_function", target=aten.linear.default):
         node.meta["val"] = torch.empty(1, rows, 64, device="meta")
-    assert is_long(module.graph) == long and len(inputs) == 3
+    assert is_prefill(module.graph) == long and len(inputs) == 3

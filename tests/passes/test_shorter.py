@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from paraxis.passes.shorter import shorten
+from paraxis.optimize.eager_fusions import fuse_eager_operators
 
 ROOT = math.sqrt(2 / math.pi)
 
@@ -56,11 +56,11 @@ def test_gelu(function: Callable[[torch.Tensor], torch.Tensor], found: int) -> N
     x = torch.linspace(-6, 6, 101)
     module = make_fx(function, tracing_mode="fake")(x)
     before = len(module.graph.nodes)
-    assert shorten(module) == found
+    assert fuse_eager_operators(module) == found
     assert (len(module.graph.nodes) < before) == bool(found)
     torch.testing.assert_close(module(x), function(x), rtol=1e-6, atol=1e-6)
     low = x.bfloat16()  # rounds after every operator: not the same numbers, so left as it is
-    assert shorten(make_fx(function, tracing_mode="fake")(low)) == 0
+    assert fuse_eager_operators(make_fx(function, tracing_mode="fake")(low)) == 0
 
 
 class Rows(nn.Module):
@@ -78,7 +78,7 @@ class Rows(nn.Module):
 def test_layers_between_reshapes(last: tuple[int, ...], found: int) -> None:
     module, x = Rows(last), torch.randn(2, 3, 4)
     program = _program(module, x)
-    assert shorten(program) == found
+    assert fuse_eager_operators(program) == found
     assert len(program.graph.find_nodes(op="call_function", target=torch.ops.aten.reshape.default)) == 2 - 2 * found
     torch.testing.assert_close(program(x), module(x), rtol=0, atol=0)
 

@@ -20,10 +20,10 @@ from rules.operators import (
 
 from paraxis.placement import Layout, Shard
 from paraxis.rules import rule_for, sample, table, temporary_rules
-from paraxis.soundness import missing, propose
-from paraxis.soundness.__main__ import main
-from paraxis.soundness.draw import f, i
-from paraxis.soundness.run import call_of
+from paraxis.rules.validation import missing, propose
+from paraxis.rules.validation.__main__ import main
+from paraxis.rules.validation.draw import f, i
+from paraxis.rules.validation.run import call_of
 
 aten = torch.ops.aten
 

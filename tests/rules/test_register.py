@@ -16,8 +16,8 @@ import paraxis
 from paraxis.placement import REPLICATE, Shard
 from paraxis.rules import Strategy, rule_for, sample, table, temporary_rules, unregister
 from paraxis.rules.base import _families, _rules
-from paraxis.soundness.draw import f
-from paraxis.soundness.samples import FAMILIES
+from paraxis.rules.validation.draw import f
+from paraxis.rules.validation.samples import FAMILIES
 
 aten = torch.ops.aten
 

@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from paraxis.capture import whole_op
+from paraxis.capture import mark_output_op
 from paraxis.placement import PARTIAL, REPLICATE, Layout, Shard
 from paraxis.rules import Strategy, rule_for
 from paraxis.rules.base import _families, _rules
-from paraxis.soundness import check
-from paraxis.soundness.calls import pointwise_overloads, recorded_calls, working_call
-from paraxis.soundness.check import NO_VALUE, givens, placements
-from paraxis.soundness.draw import b, f, i
-from paraxis.soundness.run import assemble, call_of, cut, indices, same
-from paraxis.soundness.samples import FAMILIES
+from paraxis.rules.validation import check
+from paraxis.rules.validation.calls import pointwise_overloads, recorded_calls, working_call
+from paraxis.rules.validation.check import NO_VALUE, givens, placements
+from paraxis.rules.validation.draw import b, f, i
+from paraxis.rules.validation.run import assemble, call_of, cut, indices, same
+from paraxis.rules.validation.samples import FAMILIES
 
 aten = torch.ops.aten
 
@@ -58,7 +58,7 @@ def test_every_rule_has_samples() -> None:
     sampled = {op._schema.name: family for family in FAMILIES for op, _, _ in FAMILIES[family]()}
     pointwise = set(pointwise_overloads(_rules))
     for op, family in _families.items():
-        if op in pointwise or op is whole_op or family == "factory" or op._schema.name in SAME_RULE:
+        if op in pointwise or op is mark_output_op or family == "factory" or op._schema.name in SAME_RULE:
             continue
         assert sampled.get(op._schema.name) == family, f"no sample of {op} in the family {family}"
 

@@ -11,8 +11,8 @@ from rules.operators import head_softmax
 from paraxis.placement import PARTIAL, REPLICATE, Layout, Placement, Shard
 from paraxis.rules import table
 from paraxis.rules.table import Line
-from paraxis.soundness.draw import f
-from paraxis.soundness.run import call_of
+from paraxis.rules.validation.draw import f
+from paraxis.rules.validation.run import call_of
 
 aten = torch.ops.aten
 HALVES = Layout.even(8, 2)

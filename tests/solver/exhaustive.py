@@ -6,7 +6,7 @@ from itertools import product
 from typing import Any
 
 from paraxis.placement import PARTIAL, REPLICATE, SHARED, Partial, Shard
-from paraxis.rules import FREE, Strategy, accepts_free, replicated, rule_for
+from paraxis.rules import UNPLACED, Strategy, accepts_unplaced, replicated, rule_for
 from paraxis.solver import Candidates, CostModel, Program
 from paraxis.solver.cost import nbytes
 
@@ -23,7 +23,7 @@ class _Exhaustive:
         self.best = float("inf")
 
     def run(self) -> float:
-        where = {v: FREE if v in self.program.parameters else REPLICATE for v in self.program.leaves}
+        where = {v: UNPLACED if v in self.program.parameters else REPLICATE for v in self.program.leaves}
         self._from(0, where, 0.0)
         return self.best
 
@@ -53,7 +53,7 @@ class _Exhaustive:
 
     def _bring(self, value: Any, tensor: Any, need: Any, given: Any, after: dict[Any, Any]) -> float:
         """The price of an input, and where it is afterwards."""
-        if given is FREE:
+        if given is UNPLACED:
             after[value] = REPLICATE if need in (PARTIAL, SHARED) else need
             splits = any(self.candidates.layouts(value, d, n) for d, n in enumerate(tensor.shape))
             return self.model.keep(tensor, after[value], splits)
@@ -73,7 +73,7 @@ class _Exhaustive:
             return found
         options: list[list[Any]] = []
         for i, value in enumerate(step.inputs):
-            if where[value] is FREE and not accepts_free(call.target):
+            if where[value] is UNPLACED and not accepts_unplaced(call.target):
                 splits = [Shard.of(d, x) for d in range(call.inputs[i].ndim) for x in call.layouts.get((i, d), ())]
                 options.append([REPLICATE, *splits])
             else:

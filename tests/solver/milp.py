@@ -19,7 +19,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from paraxis.placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Shard
-from paraxis.rules import FREE, Call, Given, Strategy, accepts_free, replicated, rule_for
+from paraxis.rules import UNPLACED, Call, InputPlacement, Strategy, accepts_unplaced, replicated, rule_for
 from paraxis.solver import Candidates, CostModel, Program
 from paraxis.solver.cost import nbytes
 from paraxis.solver.program import Step, Value
@@ -32,7 +32,7 @@ class Edge(NamedTuple):
     """One way through a step, by the position of the step."""
 
     step: int
-    taken: tuple[Given, ...]
+    taken: tuple[InputPlacement, ...]
     left: tuple[Placement, ...]
     cost: float
 
@@ -62,7 +62,7 @@ class _Formulation:
             assert not step.impure and step.home is None, "writes are not formulated"
             values = list(dict.fromkeys(step.inputs))
             kept = [v for v in dict.fromkeys((*values, *step.outputs)) if self.last.get(v, -1) > i]
-            takers: list[dict[Given, list[int]]] = [defaultdict(list) for _ in values]
+            takers: list[dict[InputPlacement, list[int]]] = [defaultdict(list) for _ in values]
             for edge in self._edges(i, step, call, values, kept, leavers):
                 for taker, placement in zip(takers, edge.taken):
                     taker[placement].append(len(self.edges))
@@ -100,19 +100,19 @@ class _Formulation:
         for (taken, left), cost in best.items():
             yield Edge(i, taken, left, cost)
 
-    def _initial(self, value: Value) -> Given:
+    def _initial(self, value: Value) -> InputPlacement:
         if value in self.program.placements:
             return self.program.placements[value]
-        return FREE if value in self.program.parameters else REPLICATE
+        return UNPLACED if value in self.program.parameters else REPLICATE
 
     def _carry_out(
-        self, step: Step, call: Call, strategy: Strategy, where: dict[Value, Given]
+        self, step: Step, call: Call, strategy: Strategy, where: dict[Value, InputPlacement]
     ) -> tuple[dict[Value, Placement], float]:
         """Where the values of a step are after a strategy, and what it costs."""
         cost, places = self.model.run(call, strategy), {}
         for value, tensor, need in zip(step.inputs, call.inputs, strategy.inputs):
             given = places.get(value, where[value])  # where an earlier use in the same step has left it
-            if given is FREE:
+            if given is UNPLACED:
                 places[value] = need if isinstance(need, Shard) and need.layouts else REPLICATE
                 splits = any(self.candidates.layouts(value, d, n) for d, n in enumerate(tensor.shape))
                 cost += self.model.keep(tensor, places[value], splits)
@@ -128,13 +128,13 @@ class _Formulation:
                 places[value] = REPLICATE  # what was gathered is there for the next
         return {**places, **dict(zip(step.outputs, strategy.outputs))}, cost
 
-    def _offers(self, call: Call, given: Sequence[Given]) -> Iterator[Strategy]:
+    def _offers(self, call: Call, given: Sequence[InputPlacement]) -> Iterator[Strategy]:
         """Everything whole, and what the rule says, each input that is used in parts marked as such."""
         yield replicated(call)
         rule = rule_for(call.target)
         if rule is None:
             return
-        free = [g is FREE and not accepts_free(call.target) for g in given]
+        free = [g is UNPLACED and not accepts_unplaced(call.target) for g in given]
         options = [[REPLICATE, *self._cuts(call, i)] if f else [g] for i, (f, g) in enumerate(zip(free, given))]
         for combination in product(*options):
             for s in rule(call, combination):

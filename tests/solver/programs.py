@@ -17,7 +17,7 @@ from paraxis.passes.parameters import find_parameters
 from paraxis.solver import Program
 
 
-def program_of(model: nn.Module, *args: Any, world: int = 2) -> Program:
+def compiled_call_of(model: nn.Module, *args: Any, world: int = 2) -> Program:
     """The program of a model, through the real capture."""
     graphs: list[Any] = []
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from solver.exhaustive import cheapest
 from solver.graphs import random_graph
 from solver.milp import optimum
-from solver.programs import program_of, random_program, traced
+from solver.programs import compiled_call_of, random_program, traced
 from zoo.tiny import tiny_config
 
 from paraxis.placement import Layout, Shard
@@ -75,7 +75,7 @@ def test_architectures(name: str) -> None:
 
     model = AutoModelForCausalLM.from_config(tiny_config(name, **ARCHITECTURES[name])).eval()
     try:
-        captured = program_of(model, torch.zeros(2, 10, dtype=torch.long))
+        captured = compiled_call_of(model, torch.zeros(2, 10, dtype=torch.long))
     finally:
         torch._dynamo.reset()
     for world in (2, 3, 4) if name == "llama" else (2,):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from solver.exhaustive import cheapest
-from solver.programs import Transformer, program_of, random_program, traced
+from solver.programs import Transformer, compiled_call_of, random_program, traced
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paraxis import ParallelExecutionCtx, parallelize_model
@@ -89,7 +89,7 @@ def test_fewer_heads_than_ranks_are_not_summed_twice(plan_for) -> None:  # type:
 
 def test_captured_program_of_a_transformer() -> None:
     """The same answer from the solver alone."""
-    program = program_of(Transformer(layers=1), torch.zeros(2, 8, dtype=torch.long))
+    program = compiled_call_of(Transformer(layers=1), torch.zeros(2, 8, dtype=torch.long))
     solution, _ = search(program, CostModel(world=2))
     names = {program.parameters[v]: p for v, p in solution.parameters.items()}
     dims = {name: list(p.dims) for name, p in names.items() if isinstance(p, Shard)}

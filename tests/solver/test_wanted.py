@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from solver.programs import Transformer, program_of
+from solver.programs import Transformer, compiled_call_of
 from transformers import LlamaConfig
 
 from paraxis import compare_plans, plan_model
@@ -21,7 +21,7 @@ DOWN, HEAD, EMBED = "layers.0.mlp.down.weight", "head.weight", "embed.weight"
 
 @pytest.fixture(scope="module")
 def program() -> Program:
-    return program_of(Transformer(layers=2), torch.zeros(2, 8, dtype=torch.long), world=4)
+    return compiled_call_of(Transformer(layers=2), torch.zeros(2, 8, dtype=torch.long), world=4)
 
 
 def solved(program: Program, wishes: Any = None, limit: int | None = None, **model: Any) -> Solution:

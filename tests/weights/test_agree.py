@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from weights.tiny_models import fake_rank
 
-from paraxis.weights.agree import agree, exchange, together
-from paraxis.weights.errors import CheckpointError
+from paraxis.distributed.consensus import agree, all_gather_object, on_all_ranks
+from paraxis.errors import CheckpointError
 from ranks import spawn_ranks
 
 
@@ -24,7 +24,7 @@ def caught(fn: Any) -> tuple[str, str] | None:
 
 def fails(culprits: list[int], kind: str) -> Any:
     def body() -> None:
-        with together(None, "reading"):
+        with on_all_ranks(None, "reading"):
             if dist.get_rank() in culprits:
                 raise {"checkpoint": CheckpointError, "key": KeyError}[kind](f"from rank {dist.get_rank()}")
 
@@ -38,10 +38,10 @@ def agrees(error_on: int) -> Any:
 def within_subgroups() -> tuple[list[Any], Any]:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = groups[dist.get_rank() // 2]
-    values = [exchange(mine, [dist.get_rank(), n], "exchanging") for n in range(3)]
+    values = [all_gather_object(mine, [dist.get_rank(), n], "exchanging") for n in range(3)]
 
     def body() -> None:
-        with together(mine, "reading"):
+        with on_all_ranks(mine, "reading"):
             if dist.get_rank() == 2:
                 raise OSError("no")
 
@@ -57,7 +57,7 @@ def silent_rank() -> Any:
 
 
 def host_of_the_store_fails() -> None:
-    with together(None, "reading"):
+    with on_all_ranks(None, "reading"):
         if dist.get_rank() == 0:
             raise CheckpointError("the reason")
         time.sleep(0.5)
@@ -109,10 +109,10 @@ def test_the_reason_arrives_although_the_failing_rank_ends() -> None:
 
 def test_alone() -> None:
     agree(None, None, "nothing")
-    assert exchange(None, 3, "nothing") == [3]
+    assert all_gather_object(None, 3, "nothing") == [3]
     with pytest.raises(RuntimeError, match="saving: disk full"):
         agree(None, "disk full", "saving")
-    with pytest.raises(KeyError), together(None, "reading"):
+    with pytest.raises(KeyError), on_all_ranks(None, "reading"):
         raise KeyError("x")
     with fake_rank(1, 4) as group:
-        assert exchange(group, 3, "nothing") == [3]
+        assert all_gather_object(group, 3, "nothing") == [3]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from weights.tiny_models import save, tiny_model
 
-from paraxis.weights.errors import CheckpointError
+from paraxis.errors import CheckpointError
 from paraxis.weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

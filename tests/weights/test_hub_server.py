@@ -49,7 +49,7 @@ Wish = tuple[str, dict[str, Any]]
 
 def resolved(wishes: list[Wish]) -> list[tuple[str, str | list[str]]]:
     """For each name: the folder's commit and its files, or the error. ``token`` is set from there on."""
-    from paraxis.weights.errors import CheckpointError
+    from paraxis.errors import CheckpointError
     from paraxis.weights.hub import resolve_checkpoint
 
     found: list[tuple[str, str | list[str]]] = []

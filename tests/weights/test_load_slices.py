@@ -13,19 +13,13 @@ from safetensors.torch import save_file
 from torch import nn
 from weights.tiny_models import fake_rank, place, planned, save, tiny_model
 
-from paraxis.core import HashableSlice
 from paraxis.distributed.redistribute import slice_box
-from paraxis.meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
+from paraxis.errors import CheckpointError
 from paraxis.placement import REPLICATE, SHARED, Layout, Placement, Shard, local_index
+from paraxis.tensor.parameter_meta import HashableSlice
 from paraxis.weights import load
-from paraxis.weights.errors import CheckpointError
-from paraxis.weights.load import (
-    load_buffers,
-    load_parameters,
-    load_shard,
-    slice_mapping,
-    slice_parameters,
-)
+from paraxis.weights.load import load_buffers, load_parameters, load_shard, slice_mapping, slice_parameters
+from paraxis.weights.meta_init import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
 from paraxis.weights.weight_map import collect_weight_map, match_parameters
 
 CPU = torch.device("cpu")

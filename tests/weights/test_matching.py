@@ -11,8 +11,8 @@ from torch import nn
 from transformers import conversion_mapping
 from zoo.cases import find
 
-from paraxis.meta import tied_names
 from paraxis.weights import matching, names
+from paraxis.weights.meta_init import tied_names
 from paraxis.weights.weight_map import collect_weight_map
 
 

@@ -13,14 +13,14 @@ import transformers
 from torch import nn
 from weights.tiny_models import SIZES, tiny_config, tiny_model
 
-from paraxis.meta import (
+from paraxis.tensor.sharded_tensor import ShardedTensor
+from paraxis.weights.meta_init import (
     MetaAwareMethodsPatcher,
     attach_parameter_meta,
     initialize_parameter_meta,
     move_model_to_device,
     tied_names,
 )
-from paraxis.sharded import ShardedTensor
 
 CPU = torch.device("cpu")
 

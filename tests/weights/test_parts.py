@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import core_model_loading as recipes
 
-from paraxis.weights.parts import Index, TracedRecipe, whole
+from paraxis.weights.partial_recipes import Index, TracedRecipe, whole
 
 STORED = {f"e.{i}.{name}": torch.randn(12, 8) for i in range(4) for name in ("gate", "up")}
 

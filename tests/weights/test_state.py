@@ -17,7 +17,7 @@ from models.compare import batch, parallel
 from models.tiny import save
 
 from paraxis import CheckpointError, load_state, save_state
-from paraxis.distributed.chunks import chunks
+from paraxis.distributed.checkpoint_chunks import chunks
 from paraxis.placement import REPLICATE, Layout, Placement, Shard, local_index, local_shape
 from ranks import spawn_ranks
 

@@ -14,10 +14,10 @@ from torch import nn
 from transformers.core_model_loading import Transpose, WeightConverter
 from weights.tiny_models import save, tiny_config, tiny_model
 
-from paraxis.meta import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
+from paraxis.errors import CheckpointError
 from paraxis.weights import names as names_module
 from paraxis.weights.convert import Conversion, find_conversions
-from paraxis.weights.errors import CheckpointError
+from paraxis.weights.meta_init import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
 from paraxis.weights.weight_map import check_checkpoint, collect_weight_map, header_of, match_parameters, open_file
 
 

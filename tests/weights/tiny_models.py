@@ -13,8 +13,8 @@ import transformers
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from paraxis.meta import MetaAwareMethodsPatcher, attach_parameter_meta
 from paraxis.placement import REPLICATE, Layout, Placement, Shard
+from paraxis.weights.meta_init import MetaAwareMethodsPatcher, attach_parameter_meta
 
 transformers.logging.set_verbosity_error()
 

@@ -22,9 +22,9 @@ from paraxis import CaptureError, ParallelExecutionCtx, Plan, parallelize_model
 from paraxis.passes import AnalyzeBase, PassPipeline, build_parallel_pass_pipeline
 from paraxis.passes.solve import RESULT, Solved
 from paraxis.placement import Shard
-from paraxis.planning import imagined, imagined_group
+from paraxis.plan.make import plan_offline, simulated_group
 from paraxis.solver import Account, Unsatisfiable, account, search
-from paraxis.solver.constraints import Constraint, Wishes
+from paraxis.solver.constraints import Constraint, Constraints
 from zoo.cases import all_cases, find
 
 
@@ -81,7 +81,7 @@ def compare(name: str, world: int = 2) -> dict[str, Any]:
     if case.kind != "causal-lm":
         options["example_inputs"] = {k: v for k, v in case.inputs(model).items() if k != "labels"}
     try:
-        with imagined(model, world, None, options) as planned:
+        with plan_offline(model, world, None, options) as planned:
             record = _compared(planned.plan, planned.ctx.aliases, [planned.solved], theirs)
     except CaptureError:
         record = _compared(*_in_pieces(case.make(), world, options), theirs)
@@ -104,7 +104,7 @@ def _in_pieces(model: Any, world: int, options: dict[str, Any]) -> tuple[Plan, d
     """The plan of a model that is several graphs, which are planned when they are met: it has to run."""
     torch._dynamo.reset()
     note, passes = _Note(), list(build_parallel_pass_pipeline())
-    with imagined_group(world) as group:
+    with simulated_group(world) as group:
         ctx = ParallelExecutionCtx(group, torch.device("cpu"))
         pipeline = PassPipeline([passes[0], note, *passes[1:]])
         parallelize_model(model, ctx, pipeline=pipeline, show_progress=False, **options)
@@ -143,7 +143,7 @@ def _compared(plan: Plan, aliases: dict[str, list[str]], solved: list[Solved], t
 def _least(solved: Solved, aliases: dict[str, list[str]], wishes: dict[str, Constraint], given_up: list[str]) -> Any:
     """The cheapest solution with every matrix where theirs has it; less those of which no operator can do that."""
     while True:
-        permit = Wishes(list(wishes.values()), solved.program, aliases).permit
+        permit = Constraints(list(wishes.values()), solved.program, aliases).permit
         try:
             return search(solved.program, solved.model, solved.keep_sharded, permit=permit)[0]
         except Unsatisfiable as problem:

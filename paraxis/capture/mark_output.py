@@ -1,0 +1,59 @@
+"""Marking which results go to the user.
+
+A captured graph returns everything the program still needs, in one flat list: the logits that the caller reads and the
+cache tensors that only the next call reads. The first must be whole, the second should stay sharded. So the entry
+point marks the tensors of the *returned structure* with an operator that stands for "the caller reads this", and the
+passes turn it into a gather. Objects that are not plain containers (a cache) are not entered.
+
+A model that trains returns its logits beside the loss, and nobody reads them: they stay as they are, to be gathered
+when somebody does (see :mod:`paraxis.runtime.gather_on_access`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_library = torch.library.Library("paraxis", "DEF")
+_library.define("whole(Tensor x) -> Tensor")
+_library.impl("whole", lambda x: x.clone(), "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("paraxis::whole")
+def _whole_fake(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+mark_output_op = torch.ops.paraxis.whole.default
+
+
+def mark_output(result: Any) -> Any:
+    """Mark every tensor in the returned containers; traced by Dynamo as part of the model."""
+    if isinstance(result, torch.Tensor):
+        return torch.ops.paraxis.whole(result)
+    if isinstance(result, dict):
+        for key in list(result.keys()):
+            result[key] = mark_output(result[key])
+        return result
+    if type(result) in (tuple, list):
+        return type(result)([mark_output(item) for item in result])
+    return result
+
+
+def mark_results(result: Any) -> Any:
+    """Mark what the caller will read: of an output with a loss to differentiate, all but tensors beside the loss."""
+    if not torch.is_grad_enabled() or not has_loss(result):
+        return mark_output(result)
+    for key in list(result.keys()):
+        if key == "loss" or not isinstance(result[key], torch.Tensor):
+            result[key] = mark_output(result[key])
+    return result
+
+
+def has_loss(result: Any) -> bool:
+    """Whether this is an output whose fields are attributes too, one of them a loss."""
+    if not isinstance(result, dict) or not hasattr(result, "to_tuple") or "loss" not in result:
+        return False
+    loss = result["loss"]
+    return isinstance(loss, torch.Tensor) and loss.ndim == 0

@@ -1,0 +1,441 @@
+"""Rewriting the global program into the local one.
+
+The solution says, for every operator, the placements of its inputs and outputs. The partitioner goes through the ATen
+graph once, keeps for every value the versions of it that exist (as it was made, gathered, shared, ...), makes a missing
+version by a redistribution, and emits each operator with local sizes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+
+from ..capture import mark_output_op
+from ..capture.functionalize import IN_PLACE, is_view, mutated
+from ..context import ParallelExecutionCtx
+from ..distributed.consensus import is_rank0_only
+from ..distributed.random import RandomState
+from ..distributed.redistribute import redistribute, slice_box
+from ..optimize.activation_checkpointing import RANDOM, REGION, region_of
+from ..optimize.merge_all_reduces import merge_all_reduces
+from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
+from ..plan import CollectivePlan
+from ..rules import Strategy
+from ..solver import Step, Value
+from ..solver.program import is_tensor, tensor_of, value_of
+from ..tensor.sharded_tensor import ShardSpec, unwrap, wrap
+from .layers import Layer, find_layers
+from .local_layers import make_layer
+from .reasons import reason_for
+from .solve import Solved
+
+aten = torch.ops.aten
+
+
+class Partitioner:
+    """Builds the local program of one rank from a solved graph."""
+
+    def __init__(self, solved: Solved, ctx: ParallelExecutionCtx, grad: bool) -> None:
+        self.solved, self.ctx, self.grad = solved, ctx, grad
+        self.group, self.rank = ctx.tp_group, ctx.rank
+        self.root = nn.Module()
+        self.graph = Graph()
+        self.modules: dict[str, nn.Module] = {}
+        self.home: dict[Value, Placement] = {}
+        self.versions: dict[Value, dict[Placement, Node]] = {}
+        self.nodes: dict[Node, Node] = {}
+        self.steps = {step.node: step for step in solved.program.steps}
+        self.layers = {layer.step: layer for layer in find_layers(solved)}
+        self.collectives: list[CollectivePlan] = []
+        self._made_by = {value: step for step in solved.program.steps for value in step.outputs}
+        self._asking: Step | None = None
+        self._memory: set[Node] = set()
+        """Nodes that are the memory of an input, as it came or written to."""
+        self._random: RandomState | None = None
+
+    def run(self) -> GraphModule:
+        """The local program, with the placeholders of the captured graph."""
+        for node in self.solved.aten.graph.nodes:
+            emit: Callable[[Node], None] = getattr(self, f"_emit_{node.op}")
+            before = next(iter(reversed(self.graph.nodes)), None)
+            emit(node)
+            self._note_region(node, before)
+        merge_all_reduces(self.graph, self.collectives, lambda n: _impure(n) or n.meta.get("random", False))
+        self.solved.order += [f"{c.kind} {c.module}" for c in self.collectives]
+        module = GraphModule(self.root, self.graph, class_name="LocalProgram")
+        module.meta[RANDOM] = self._random
+        module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or _impure(n))
+        module.recompile()
+        return module
+
+    def _note_region(self, node: Node, before: Node | None) -> None:
+        """Say of the nodes that were made for this one which checkpointed region they are of."""
+        region = region_of(node.meta.get("origin"))
+        if region is None:
+            return
+        for made in reversed(self.graph.nodes):
+            if made is before:
+                break
+            made.meta[REGION] = region
+
+    # -- leaves ------------------------------------------------------------------------------------------------
+
+    def _emit_placeholder(self, node: Node) -> None:
+        origin = node.meta["origin"]
+        new = self.graph.placeholder(str(origin.target))
+        self.nodes[node] = new
+        if not is_tensor(node):
+            return
+        value = Value(node)
+        placement: Placement = REPLICATE
+        parameter = self.solved.parameters.get(node)
+        if parameter is not None and parameter.meta is not None:
+            placement = self.solved.solution.parameters.get(value, REPLICATE)
+            new = self.graph.call_function(unwrap, (new,))
+        elif value in self.solved.program.placements:
+            placement = self.solved.program.placements[value]
+            new = self.graph.call_function(unwrap, (new,))
+        self._define(value, placement, new)
+        self._memory.add(new)
+
+    def _emit_get_attr(self, node: Node) -> None:
+        name = str(node.target)
+        value = tensor_of(node)
+        owner = self.solved.aten
+        for part in name.split("."):
+            owner = getattr(owner, part)
+        setattr(self.root, name.replace(".", "_"), owner)
+        new = self.graph.get_attr(name.replace(".", "_"))
+        self.nodes[node] = new
+        if isinstance(value, torch.Tensor):
+            self._define(Value(node), REPLICATE, new)
+
+    # -- operators ---------------------------------------------------------------------------------------------
+
+    def _emit_call_function(self, node: Node) -> None:
+        if node.target is operator.getitem:
+            return  # results are taken apart where they are made
+        step = self.steps.get(node)
+        if step is not None:
+            self._emit_step(step, self.solved.solution.strategies[step])
+        elif node.target is aten.sym_size.int and is_tensor(node.args[0]):
+            self.nodes[node] = self._global_size(value_of(node.args[0]), int(node.args[1]))  # type: ignore[arg-type]
+        else:
+            args, kwargs = self._plain((node.args, node.kwargs))
+            self.nodes[node] = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
+            if "grad_enabled" in str(node.target):
+                self._forget_versions()
+
+    def _emit_step(self, step: Step, strategy: Strategy) -> None:
+        self._asking = step
+        locals_ = [self.fetch(v, p) for v, p in zip(step.inputs, strategy.inputs, strict=True)]
+        if step.node.target is mark_output_op:  # it has done its work: the value is whole
+            self.nodes[step.node] = locals_[0]
+            self._define(step.outputs[0], strategy.outputs[0], locals_[0])
+            return
+        layer = self.layers.get(step)
+        new = self._emit_layer(layer, strategy) if layer is not None else None
+        if new is None:
+            new = self._emit_operator(step, strategy, locals_)
+        new.meta.update({k: v for k, v in step.node.meta.items() if k in ("stack_trace", "nn_module_stack", "val")})
+        new.meta["placement"] = strategy.outputs
+        self.nodes[step.node] = new
+        several = isinstance(step.node.meta["val"], (tuple, list))
+        tensors = [i for i, v in enumerate(step.node.meta["val"]) if isinstance(v, torch.Tensor)] if several else [0]
+        for value, position, placement in zip(step.outputs, tensors, strategy.outputs, strict=True):
+            item = self.graph.call_function(operator.getitem, (new, position)) if several else new
+            self._define(value, placement, item)
+        if step.impure:
+            self._keep_up(step.node, strategy)
+        elif step.home is not None and new not in self._memory:
+            place = self.home[step.home]
+            source = self.fetch(step.outputs[0], place)
+            write = named(lambda local, value: local.copy_(value), "write")
+            self.graph.call_function(write, (self.versions[step.home][place], source)).meta["writes"] = True
+
+    def _keep_up(self, node: Node, strategy: Strategy) -> None:
+        """A write into a sharded input (a cache) must reach its shard, and no older version of it may be used."""
+        target = mutated(node)
+        base = target
+        while base is not None and base.op == "call_function" and (is_view(base) or mutated(base) is not None):
+            base = base.all_input_nodes[0]
+        if base is None or base.op != "placeholder":
+            return
+        value, placement = Value(base), self.home[Value(base)]
+        if not _splits(placement):
+            return
+        if base is target and strategy.inputs[0] == placement:  # written where it is
+            self.versions[value] = {placement: self.versions[value][placement]}
+            return
+        local, whole = (self.versions[value][p] for p in (placement, REPLICATE))
+        self.graph.call_function(_write_back(placement, self.rank), (local, whole)).meta["writes"] = True
+
+    def _emit_operator(self, step: Step, strategy: Strategy, locals_: list[Node]) -> Node:
+        taken = iter(locals_)
+
+        def local(arg: Any) -> Any:
+            return next(taken) if is_tensor(arg) else self.nodes[arg] if isinstance(arg, Node) else arg
+
+        args: Any = list(torch.fx.map_arg(step.node.args, local))
+        kwargs: Any = dict(torch.fx.map_arg(step.node.kwargs, local))
+        target: Any = step.node.target
+        if target is aten.view.default:
+            target = aten.reshape.default  # a gathered or sliced tensor may not be contiguous
+        in_place = IN_PLACE in step.node.meta and strategy.localize is None and not is_random(step.node)
+        if in_place and locals_[0] in self._memory:
+            node = self.graph.call_function(step.node.meta[IN_PLACE], tuple(args), kwargs)
+            self._memory.add(node)
+            return node
+        if strategy.localize is not None:
+            target, args, kwargs = strategy.localize(target, args, kwargs, self.rank)
+        if is_random(step.node):
+            if self._random is None:
+                self._random = RandomState(
+                    self.group, self.ctx.current_device, self.ctx.dp_rank, agreed=not is_rank0_only()
+                )
+            seeded = named(_seeded(self._random, target, strategy.is_sharded), f"random_{_name(target)}")
+            return self._random_call(seeded, target, tuple(args), kwargs)
+        elif not isinstance(target, torch._ops.OpOverload) and hasattr(target, "__name__"):
+            target = named(target, target.__name__)
+        return self.graph.call_function(target, tuple(args), kwargs)
+
+    def _random_call(self, seeded: Any, target: Any, args: tuple[Any, ...], kwargs: Any) -> Node:
+        node = self.graph.call_function(seeded, args, kwargs)
+        node.meta["random"] = target  # numbers are drawn in the order of the program
+        self.solved.order.append(seeded.__name__)
+        return node
+
+    def _emit_layer(self, layer: Layer, strategy: Strategy) -> Node | None:
+        """A call of the parallel layer, with the input it needs; None if it has to stay an operator."""
+        made = make_layer(layer, strategy, self.solved, self.ctx)
+        if made is None:
+            return None
+        path, module = made
+        self.solved.order.append(f"{path} {[str(p) for p in (*strategy.inputs, *strategy.outputs)]}")
+        while self.modules.setdefault(path, module) is not module:
+            path += "_"
+        _add_submodule(self.root, path, module)
+        i = layer.step.inputs.index(layer.data)
+        args = [self.fetch(layer.data, strategy.inputs[i])]
+        if layer.kind == "cross_entropy":
+            args += map(self.fetch, layer.step.inputs[1:], strategy.inputs[1:])  # targets, perhaps class weights
+        return self.graph.call_module(path, tuple(args))
+
+    # -- results -----------------------------------------------------------------------------------------------
+
+    def _emit_output(self, node: Node) -> None:
+        results = iter(self.solved.solution.results)
+        self._asking = None
+
+        def leave(arg: Node) -> Any:
+            if not is_tensor(arg):
+                return self.nodes[arg]
+            value, placement = value_of(arg), next(results)
+            local = self.fetch(value, placement)
+            if not isinstance(placement, Shard):
+                return local
+            shape = tuple(n if isinstance(n, int) else None for n in tensor_of_value(value).shape)
+            return self.graph.call_function(_wrapper(placement, shape, self.group), (local,))
+
+        self.graph.output(torch.fx.map_arg(node.args[0], leave))
+
+    # -- versions ----------------------------------------------------------------------------------------------
+
+    def _define(self, value: Value, placement: Placement, node: Node) -> None:
+        self.home[value] = placement
+        self.versions[value] = {placement: node}
+
+    def _forget_versions(self) -> None:
+        """A version made while gradients were off must not be used where they are on."""
+        for value, placement in self.home.items():
+            self.versions[value] = {placement: self.versions[value][placement]}
+
+    def fetch(self, value: Value, need: Placement) -> Node:
+        """The local tensor of a value in a placement, redistributed if it does not exist yet."""
+        versions = self.versions[value]
+        if need in versions:
+            return versions[need]
+        source = REPLICATE if REPLICATE in versions else self._nearest(value)
+        direct = isinstance(source, Replicate) or (isinstance(source, Partial) and _splits(need))
+        shared = isinstance(source, Shard) and not source.layouts
+        if need != REPLICATE and not direct and not (shared and need != PARTIAL):
+            self.fetch(value, REPLICATE)
+            return self.fetch(value, need)
+        node = versions[source]
+        if not self._is_free(value, source, need):
+            move = self._redistribution(value, source, need)
+            node = self.graph.call_function(move, (node,))
+            node.meta["placement"] = (need,)
+            if move.__name__ == "all_reduce" and self.ctx.world_size > 1:
+                node.meta["sum"] = (self._plain_sum(), self.collectives[-1], tensor_of_value(value))
+        versions[need] = node
+        return node
+
+    def _nearest(self, value: Value) -> Placement:
+        """What a missing version is made of: the value as it was made or, of a sum, the shards it was scattered to."""
+        home = self.home[value]
+        if isinstance(home, Partial):
+            return next((p for p in self.versions[value] if _splits(p)), home)
+        return home
+
+    def _is_free(self, value: Value, source: Placement, need: Placement) -> bool:
+        """Replicated and shared differ in their gradients only."""
+        both = {type(source), type(need)} == {Replicate, Shard} and not _splits(source) and not _splits(need)
+        fake = tensor_of_value(value)
+        return both and not (self.grad and (fake.dtype.is_floating_point or fake.dtype.is_complex))
+
+    def _redistribution(self, value: Value, source: Placement, need: Placement) -> Callable[..., Any]:
+        fake = tensor_of_value(value)
+        shape = tuple(n if isinstance(n, int) else None for n in fake.shape)
+        kind = _collective(source, need)
+        self.solved.order.append(f"{kind} {module_of(value.node)} {shape} {fake.dtype} {source} {need}")
+        if kind in ("all_reduce", "all_gather", "reduce_scatter") and self.ctx.world_size > 1:
+            made_by = self._made_by.get(value)
+            reason = reason_for(source, made_by, self.layers.get(made_by) if made_by else None, self._asking)
+            dtype = str(fake.dtype).removeprefix("torch.")
+            self.collectives.append(CollectivePlan(kind, module_of(value.node), shape, dtype, reason))
+        group = self.group
+
+        def move(x: torch.Tensor) -> torch.Tensor:
+            return redistribute(x, source, need, shape, group)
+
+        return named(move, kind)
+
+    def _plain_sum(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        group = self.group
+        return lambda x: redistribute(x, PARTIAL, REPLICATE, tuple(x.shape), group)
+
+    def _global_size(self, value: Value, dim: int) -> Node:
+        """The global size of a dimension, from the local tensor."""
+        placement = self.home[value]
+        local = self.graph.call_function(aten.sym_size.int, (self.versions[value][placement], dim))
+        layout = placement.dims.get(dim) if isinstance(placement, Shard) else None
+        if layout is None:
+            return local
+        held = layout.local_size(layout.period, self.rank)
+        repeats = self.graph.call_function(operator.floordiv, (local, held))
+        return self.graph.call_function(operator.mul, (repeats, layout.period))
+
+    def _plain(self, tree: Any) -> Any:
+        """Arguments of a node that is no operator on tensors, or needs them whole."""
+        return torch.fx.map_arg(tree, lambda n: self.fetch(value_of(n), REPLICATE) if is_tensor(n) else self.nodes[n])
+
+
+# -- small helpers ---------------------------------------------------------------------------------------------
+
+
+def _splits(placement: Placement) -> bool:
+    return isinstance(placement, Shard) and bool(placement.layouts)
+
+
+def _collective(source: Placement, need: Placement) -> str:
+    """What a redistribution is called."""
+    if isinstance(source, Partial):
+        return "reduce_scatter" if _splits(need) else "all_reduce"
+    if _splits(source):
+        return "all_gather"
+    if _splits(need):
+        return "take_shard"
+    return "first_rank_only" if isinstance(need, Partial) else "share" if isinstance(need, Shard) else "unshare"
+
+
+def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function under a readable name in the generated code."""
+
+    if isinstance(function, FunctionType) and function.__kwdefaults__ is None:  # the same, without one more call
+        inside = function.__globals__, name, function.__defaults__, function.__closure__
+        call: Callable[..., Any] = FunctionType(function.__code__, *inside)
+    else:
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__ = "paraxis"
+    return call
+
+
+def _name(target: Any) -> str:
+    return target._schema.name.split("::")[1] if hasattr(target, "_schema") else getattr(target, "__name__", "function")
+
+
+def _seeded(state: RandomState, target: Any, sharded: bool) -> Callable[..., Any]:
+    return lambda *args, **kwargs: state.run(target, sharded, *args, **kwargs)
+
+
+def _wrapper(placement: Shard, shape: tuple[int | None, ...], group: Any) -> Callable[..., Any]:
+    spec, rank = ShardSpec(placement, group), torch.distributed.get_rank(group)
+    known = [(d, shape[d], x.period, x.local_size(x.period, rank)) for d, x in placement.layouts]
+
+    def keep_sharded(local: torch.Tensor) -> torch.Tensor:
+        size = list(local.shape)
+        for d, whole, period, held in known:
+            size[d] = whole if whole is not None else size[d] * period // held
+        return wrap(local, spec, size)
+
+    return named(keep_sharded, "keep_sharded")
+
+
+def _write_back(placement: Placement, rank: int) -> Callable[..., Any]:
+    def write_back(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        return local.copy_(slice_box(whole, placement, rank))
+
+    return named(write_back, "write_back")
+
+
+def is_random(node: Node) -> bool:
+    """Whether the operator draws random numbers in this call."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    if target is aten.dropout.default:
+        return bool(node.args[2]) and bool(node.args[1])
+    if target is aten.scaled_dot_product_attention.default:
+        dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(dropout)
+    return True
+
+
+def _impure(node: Node) -> bool:
+    if node.op != "call_function":
+        return False
+    if node.meta.get("writes"):
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    return "grad_enabled" in str(target)
+
+
+def _add_submodule(root: nn.Module, path: str, module: nn.Module) -> None:
+    *parents, leaf = path.split(".")
+    for part in parents:
+        if not hasattr(root, part):
+            root.add_module(part, nn.Module())
+        root = getattr(root, part)
+    root.add_module(leaf, module)
+
+
+def tensor_of_value(value: Value) -> Any:
+    """The fake tensor of a value."""
+    result = tensor_of(value.node)
+    if isinstance(result, (tuple, list)):
+        return [t for t in result if isinstance(t, torch.Tensor)][value.index]
+    return result
+
+
+def module_of(node: Node | None) -> str:
+    """The module a node came from, as the user names it."""
+    origin = node.meta.get("origin") if node is not None else None
+    stack = (origin.meta.get("nn_module_stack") if origin is not None else None) or {}
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = path.split("]", 1)[1] if path.startswith("L[") else path
+    return path.lstrip(".")

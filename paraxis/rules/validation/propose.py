@@ -1,0 +1,179 @@
+"""Proposing a rule for an operator of which nothing is known: source to review."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..base import Sample, draws
+from ..table import Entry, Line
+from .calls import schema_samples
+from .check import WORLDS, sample_calls
+from .exploration import candidates, confirm, report_on
+from .run import Trial, same
+
+InputPlacement = Iterable[Sample] | Callable[[], Iterable[Sample]]
+INLINE = 64
+"""Integer tensors of at most so many elements are written out."""
+
+
+def propose(target: Any, samples: InputPlacement | None = None) -> str:
+    """Source that registers a rule for an operator, found by trying; to be read before it is used.
+
+    On each sample call every combination of input placements is run on shards, also with its integers made local, and
+    what gives the whole result becomes a line of a table. A line stays if it is right for all samples, on 2, 3 and 4
+    ranks, whether dimensions are cut evenly, unevenly, in packed segments or with copies.
+
+    Without ``samples``, calls are made from the schema of the operator. What holds on all of them may still fail where
+    the operator behaves in a way that none of them shows: give calls that do.
+    """
+    target = getattr(target, "_opoverload", target)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = target.default
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        source = samples if samples is not None else (lambda: schema_samples(target))
+        calls = [c for c in sample_calls(source) if c.target is target]
+        again = [c for c in sample_calls(source) if c.target is target] if callable(source) else calls
+        reason = _hopeless(target, calls)
+        lines = [] if reason else _search(calls, again)
+        if reason or not lines:
+            reason = reason or f"on {len(calls)} calls, no way to cut its inputs gave the whole result"
+            return f"# {target}: {reason}.\n# It has no rule and is computed whole, on every rank.\n"
+        report = report_on(lines, again, WORLDS)
+    return _source(target, lines, samples, len(calls), report.sharded)
+
+
+def _hopeless(target: Any, calls: Sequence[Sample]) -> str | None:
+    """Why there is nothing to try."""
+    if target._schema.is_mutable:
+        return "it writes into its arguments"
+    if not calls:
+        return "no call could be made from its schema; give some: propose(target, samples=[sample(target, ...)])"
+    for call in calls:
+        trial = Trial.of(target, call.args, call.kwargs, 2)
+        if draws(trial.call):
+            return "it draws random numbers, so that results cannot be compared"
+        second = Trial.of(target, call.args, call.kwargs, 2)
+        if not all(map(same, trial.whole, second.whole)):
+            return "its results differ from call to call"
+    return None
+
+
+def _search(calls: Sequence[Sample], again: Sequence[Sample]) -> list[Line]:
+    """The fewest lines that say everything that is right for all calls."""
+    by_call = [set(candidates(call)) for call in calls]
+    shapes = [_ndims(call) for call in calls]
+    found: dict[Line, None] = {}
+    for lines, ndims in zip(by_call, shapes):
+        for line in lines:
+            found[line] = found[_from_the_end(line, ndims)] = None
+    right = confirm(confirm(list(found), calls, (2,)), again, WORLDS)
+    covered = {line: _covers(line, by_call, shapes) for line in right}
+    chosen: list[Line] = []
+    left = set().union(*covered.values()) if covered else set()
+    while left:
+        # Those that say the most, then those that count from the front.
+        best = min(right, key=lambda x: (-len(covered[x] & left), -len(covered[x]), _negative(x), str(x)))
+        chosen.append(best)
+        left -= covered[best]
+    return sorted(chosen, key=lambda x: ("P" in str(x), _negative(x), str(x)))
+
+
+def _ndims(call: Sample) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    trial = Trial.of(call.target, call.args, call.kwargs, 2)
+    return tuple(t.ndim for t in trial.tensors), tuple(t.ndim for t in trial.whole)
+
+
+def _move(entries: Sequence[Entry], ndims: Sequence[int], front: bool) -> tuple[Entry, ...] | None:
+    moved = []
+    for entry, n in zip(entries, ndims):
+        if entry.letter == "S":
+            dim = entry.dim % n if -n <= entry.dim < n else None
+            if dim is None:
+                return None
+            entry = replace(entry, dim=dim if front else dim - n)
+        moved.append(entry)
+    return tuple(moved)
+
+
+def _from_the_end(line: Line, ndims: Any) -> Line:
+    inputs, outputs = _move(line.inputs, ndims[0], False), _move(line.outputs, ndims[1], False)
+    return Line(inputs or (), outputs or (), line.local)
+
+
+def _covers(line: Line, by_call: Sequence[set[Line]], shapes: Sequence[Any]) -> set[tuple[int, Line]]:
+    """The candidates, by call, that a line stands for."""
+    found = set()
+    for k, (lines, ndims) in enumerate(zip(by_call, shapes)):
+        if (len(line.inputs), len(line.outputs)) == (len(ndims[0]), len(ndims[1])):
+            inputs, outputs = _move(line.inputs, ndims[0], True), _move(line.outputs, ndims[1], True)
+            if inputs is not None and outputs is not None and Line(inputs, outputs, line.local) in lines:
+                found.add((k, Line(inputs, outputs, line.local)))
+    return found
+
+
+def _negative(line: Line) -> bool:
+    return any(e.dim < 0 for e in (*line.inputs, *line.outputs))
+
+
+# -- source --------------------------------------------------------------------------------------------------------
+
+
+def _source(target: Any, lines: Sequence[Line], samples: InputPlacement | None, calls: int, carried: int) -> str:
+    op = f"torch.ops.{target}"
+    imports = ["import torch", "", "from paraxis import register_rule"]
+    head = ""
+    if samples is None:
+        imports += ["from paraxis.rules import table", "from paraxis.soundness import schema_samples"]
+        shown = f"lambda: schema_samples({op})"
+    elif callable(samples) and _importable(samples):
+        imports += ["from paraxis.rules import table", f"from {samples.__module__} import {samples.__qualname__}"]
+        shown = samples.__qualname__
+    else:
+        imports.append("from paraxis.rules import sample, table")
+        listed = [_shown(op, call) for call in sample_calls(samples) if call.target is target]
+        head = "samples = [  # tensors of these shapes, drawn anew\n" + "".join(f"    {x},\n" for x in listed) + "]\n"
+        shown = "samples"
+    note = (
+        f"Found by trying, without knowledge of the operator: right in {carried} runs on shards of {calls} calls, on "
+        f"{', '.join(map(str, WORLDS[:-1]))} and {WORLDS[-1]} ranks. Read it before use: does it hold for arguments "
+        f"that these calls do not have?"
+    )
+    comment = "\n".join(f"# {line}" for line in textwrap.wrap(note, 110))
+    body = "".join(f'        "{line}",\n' for line in lines)
+    rule = f"register_rule({op}, samples={shown})(\n    table(\n{body}    )\n)\n"
+    return "\n".join(imports) + "\n\n" + (head + "\n" if head else "") + comment + "\n" + rule
+
+
+def _importable(function: Any) -> bool:
+    module, name = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", "<lambda>")
+    return module != "__main__" and name.isidentifier()
+
+
+def _shown(op: str, call: Sample) -> str:
+    values = [_value(x) for x in call.args] + [f"{name}={_value(x)}" for name, x in call.kwargs.items()]
+    return f"sample({', '.join([op, *values])})"
+
+
+def _value(x: Any) -> str:
+    if isinstance(x, (list, tuple)):
+        inner = ", ".join(map(_value, x))
+        return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
+    if not isinstance(x, torch.Tensor):
+        return repr(x)
+    shape, dtype = tuple(x.shape), str(x.dtype)
+    if x.dtype == torch.bool:
+        return f"torch.rand({shape}) > 0.5"
+    if x.dtype.is_complex:
+        return f"torch.randn({shape}, dtype={dtype})"
+    low, high = (x.min().item(), x.max().item()) if x.numel() else (0, 1)
+    if x.dtype.is_floating_point:
+        return f"torch.empty({shape}, dtype={dtype}).uniform_({low:.3g}, {high:.3g})"
+    if x.numel() <= INLINE:
+        return f"torch.tensor({x.tolist()}, dtype={dtype})"
+    return f"torch.randint({low}, {high + 1}, {shape}, dtype={dtype})"

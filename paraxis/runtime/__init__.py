@@ -1,0 +1,1 @@
+"""What runs a parallel model: the compile backend, compiled calls, guards, Inductor, CUDA graphs, model methods."""

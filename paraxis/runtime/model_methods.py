@@ -1,0 +1,115 @@
+"""What a parallel model does differently from a plain one outside its forward.
+
+It is still the user's class; a few methods of this one object are replaced where the plain method would be wrong or
+would fail on sharded parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..context import ParallelExecutionCtx
+from ..distributed.collectives import broadcast
+from ..integrations.peft import has_adapters, save_adapters
+from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.unshard import keeping
+from ..weights.save import save_checkpoint
+from .backend import CompiledCall
+from .redirect_forward import compiled_call_of, model_copier, redirect_forward
+
+
+def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledCall) -> None:
+    """Adapt the methods of a model whose parameters are sharded; ``call`` is its program."""
+    if _state_as_dtensors not in model._state_dict_hooks.values():  # a copy has it already
+        model.register_state_dict_post_hook(_state_as_dtensors)
+    model._apply = _converter(model)
+    model.__deepcopy__ = model_copier(model, call, install_model_methods)
+    redirect_forward(model, call)
+    for name, part in model.named_modules():  # a model that this one wraps generates by calling itself
+        if name and hasattr(type(part), "generate") and part._compiled_call_impl is None:
+            redirect_forward(
+                part, compiled_call_of(part, ctx, call.config, f"{call.name}.{name}" if call.name else name)
+            )
+            part.get_compiled_call = lambda compile_config=None, part=part: part.__call__
+    if hasattr(model, "generate") and dist.get_world_size(ctx.world_group) > 1:
+        model.generate = _agreeing(model.generate, model, ctx)
+    if hasattr(model, "get_compiled_call"):  # what generate decodes with: it is compiled already
+        model.get_compiled_call = lambda compile_config=None: model.__call__
+    if hasattr(model, "save_pretrained") and dist.get_world_size(ctx.world_group) > 1:
+        model.save_pretrained = _saver(model, ctx)
+
+
+def _state_as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """``state_dict()`` gives DTensors, which checkpointing tools know."""
+    for name, value in state.items():
+        if isinstance(value, ShardedTensor):
+            state[name] = value.to_dtensor()
+
+
+def _converter(model: nn.Module) -> Callable[..., nn.Module]:
+    """``.to()``, ``.half()``, ``.cuda()``: nothing to do if nothing changes, otherwise an error that says why not."""
+
+    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for parameter in model.parameters():
+            probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            result = function(probe)
+            if result.dtype != probe.dtype or result.device.type != probe.device.type:
+                raise RuntimeError(
+                    f"a parallel model keeps its dtype and device ({probe.dtype}, {probe.device}); it cannot become "
+                    f"({result.dtype}, {result.device}). Choose them before: parallelize_model(..., torch_dtype=...) "
+                    "and ParallelExecutionCtx(current_device=...)."
+                )
+        return model
+
+    return apply
+
+
+def _agreeing(generate: Callable[..., Any], model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
+    """Sampling on all ranks from the random state of the first: they must draw the same tokens.
+
+    Data-parallel ranks may generate other texts, of other lengths, so that what they split is gathered once, before.
+    """
+
+    def same_draws(*args: Any, **kwargs: Any) -> Any:
+        device = ctx.current_device
+        carrier = device if dist.get_backend(ctx.tp_group) == "nccl" else torch.device("cpu")
+        torch.set_rng_state(broadcast(torch.get_rng_state().to(carrier), ctx.tp_group).cpu())
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(
+                broadcast(torch.cuda.get_rng_state(device).to(carrier), ctx.tp_group).cpu(), device
+            )
+        with keeping(p for p in model.parameters() if isinstance(p, ShardedTensor)):
+            return generate(*args, **kwargs)
+
+    return same_draws
+
+
+def _saver(model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
+    """``save_pretrained`` from all ranks. A collective."""
+
+    def save_pretrained(save_directory: Any, **kwargs: Any) -> None:
+        if kwargs.get("state_dict") is not None:  # somebody has gathered what is to be saved
+            if ctx.is_first:
+                type(model).save_pretrained(model, save_directory, **kwargs)  # type: ignore[attr-defined]
+            dist.barrier(ctx.world_group)
+            return
+        plain = {k: kwargs.pop(k) for k in ("max_shard_size", "save_original_format") if k in kwargs}
+        for name in ("is_main_process", "safe_serialization", "state_dict"):  # the first rank writes, safetensors only
+            kwargs.pop(name, None)
+        if has_adapters(model):
+            save_adapters(model, ctx, save_directory, **plain, **kwargs)
+            return
+        refused = [name for name, value in kwargs.items() if value not in (None, False)]
+        if refused:
+            raise ValueError(
+                f"a parallel model saves itself without {', '.join(refused)}: save it to a directory, and load that "
+                "with plain transformers for anything else"
+            )
+        save_checkpoint(model, ctx, save_directory, **plain)
+
+    return save_pretrained

@@ -1,0 +1,94 @@
+"""The forward of a parallel model leads into its compiled program, whoever calls it.
+
+``model(...)`` calls ``forward``, and so do wrappers around the model, which may do it directly. What stands around the
+forward (hooks, the autocast of a trainer) stays in Python. A copy of the model gets shards and a program of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import Config
+from ..context import ParallelExecutionCtx
+from ..data_parallel.setup import arrange
+from ..tensor.sharded_tensor import ShardedTensor
+from .backend import CompiledCall
+
+_BOUND = {
+    "forward",
+    "generate",
+    "save_pretrained",
+    "get_compiled_call",
+    "_apply",
+    "_original_forward",
+    "_is_accelerate_prepared",
+    "_compiled_call_impl",
+    "__deepcopy__",
+}
+"""Attributes of a parallel model that belong to this one object: a copy gets its own."""
+
+
+def compiled_call_of(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, name: str = "") -> CompiledCall:
+    """The compiled program of a model, or of a part of it that is called by itself."""
+    # A forward that somebody has put on this object is compiled together with the call around it.
+    own = None if "forward" in model.__dict__ else model.forward
+    return CompiledCall(model, ctx, config, name, forward=own)
+
+
+def redirect_forward(model: nn.Module, call: CompiledCall) -> None:
+    """Make the model's forward run its program."""
+    own = call.forward
+    if own is None:
+        model._compiled_call_impl = call  # type: ignore[assignment]
+        return
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or call.running:  # the program itself asks for what it is made of
+            return type(self).forward(self, *args, **kwargs)
+        return call(*args, **kwargs)
+
+    # The signature alone: tools that undo wrappers must not go past this one.
+    forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
+    forward.__doc__ = own.__doc__
+    forward.leads_in = True  # type: ignore[attr-defined]
+    model.forward = MethodType(forward, model)
+
+
+def model_copier(
+    model: nn.Module,
+    call: CompiledCall,
+    install_model_methods: Callable[[Any, ParallelExecutionCtx, CompiledCall], None],
+) -> Callable[[dict[int, Any]], nn.Module]:
+    """What ``copy.deepcopy(model)`` does: a model with shards and a program of its own, under the same plan."""
+
+    def deepcopy(memo: dict[int, Any]) -> nn.Module:
+        ctx = call.ctx
+        twin = type(model).__new__(type(model))
+        memo[id(model)] = twin
+        state = {name: value for name, value in model.__dict__.items() if name not in _BOUND}
+        twin.__dict__.update(copy.deepcopy(state, memo))
+        for part in twin.modules():  # which would lead into the programs of the original
+            if hasattr(part.__dict__.get("forward"), "leads_in"):
+                del part.__dict__["forward"]
+                part.__dict__.pop("get_compiled_call", None)
+        theirs = copy.copy(ctx)
+        theirs.param_cache = {name: memo.get(id(p), p) for name, p in ctx.param_cache.items()}
+        theirs.parallel_layer_cache, theirs.last_optimized_graph_module = {}, None
+        theirs.compile_times, theirs.grad_reducer = 0, None
+        theirs.plan = replace(ctx.plan, breaks=[]) if ctx.plan is not None else None
+        arrange({n: p for n, p in theirs.param_cache.items() if isinstance(p, ShardedTensor)}, theirs, call.config)
+        program = compiled_call_of(twin, theirs, call.config, call.name)
+        if call.opened:
+            program.open("; ".join(ctx.plan.breaks[:1]) if ctx.plan is not None else "")
+        install_model_methods(twin, theirs, program)
+        return twin
+
+    return deepcopy

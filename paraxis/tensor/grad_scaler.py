@@ -1,0 +1,31 @@
+"""Scaled gradients of sharded parameters: ``torch.amp.GradScaler`` divides them by the scale and looks for infinity.
+
+Every rank does so on what it holds. Infinity on one of them must skip the step on all, so they tell one another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..distributed.collectives import all_reduce
+from .sharded_tensor import ShardedTensor
+
+UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+def unscale(func: Any, args: Any, kwargs: Any) -> Any:
+    """Unscale the shards in place and note infinity anywhere; NotImplemented for any other operator."""
+    if func is not UNSCALE:
+        return NotImplemented
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    gradients, found = given["self"], given["found_inf"]
+    func([x._local if isinstance(x, ShardedTensor) else x for x in gradients], found, given["inv_scale"])
+    sharded = [x for x in gradients if isinstance(x, ShardedTensor)]
+    splits = [x.dp_shard.group for x in sharded if x.dp_shard is not None]
+    for group in dict.fromkeys([*splits, *(x._spec.group for x in sharded)]):
+        assert group is not None
+        found.copy_(all_reduce(found, group, "max"))
+    return None

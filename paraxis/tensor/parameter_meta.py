@@ -1,0 +1,84 @@
+"""What is known of one parameter, before and after it has storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ..placement import Placement
+
+if TYPE_CHECKING:
+    from ..data_parallel.grad_reducer import GradReducer
+    from ..distributed.dp_shard import DPShard
+
+
+@dataclass(frozen=True)
+class HashableSlice:
+    """A slice that can be a dictionary key."""
+
+    start: int | None = None
+    stop: int | None = None
+    step: int | None = None
+
+    def to_slice(self) -> slice:
+        return slice(self.start, self.stop, self.step)
+
+
+@dataclass
+class ParameterSlice:
+    """A piece of a tensor in the checkpoint: ``index`` on dimension ``ParameterMeta.dim`` of tensor ``source``."""
+
+    source: str | None = None
+    index: slice | None = None
+
+
+@dataclass(eq=False)
+class ParameterMeta:
+    """What is known of one parameter, before and after it has storage.
+
+    It travels with the parameter (``param.meta_info``) and is compared by identity: the compiled code is guarded on
+    *which* parameter it sees, so a plan may still fill in the placement after the first capture.
+
+    Attributes:
+        name: Its first qualified name in the model.
+        shape: The global shape.
+        dtype: The dtype it will have.
+        is_tied: Whether several modules share it.
+        is_parallel: Whether it is split over the ranks.
+        is_modified_meta: Whether the plan has fixed its placement.
+        need_initialize: Whether it still has to be loaded or initialized.
+        init_fn: Initialization function; overrides ``Config.weight_init_fn``.
+        dim: The dimension that ``mapping`` slices.
+        mapping: From slices of the local shard, along ``dim``, to slices of tensors in the checkpoint.
+        placement: Where its elements live; ``None`` until the plan is solved.
+        group: The tensor-parallel ranks, over which it is placed.
+        source: A materialized tensor to slice it from, for modules that came with their weights.
+        split: How data-parallel ranks split the shard between them, if they do.
+        world_group: All ranks that hold parts or copies of it: those of the mesh.
+        grad_reducer: What averages its gradient over data-parallel ranks that have copies of it.
+    """
+
+    name: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
+    is_tied: bool = False
+    is_parallel: bool = False
+    is_modified_meta: bool = False
+    need_initialize: bool = False
+    init_fn: Callable[..., Any] | None = None
+    dim: int = 0
+    mapping: dict[HashableSlice, ParameterSlice] = field(default_factory=dict)
+    placement: Placement | None = None
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+    source: torch.Tensor | None = field(default=None, repr=False)
+    split: DPShard | None = field(default=None, repr=False)
+    world_group: dist.ProcessGroup | None = field(default=None, repr=False)
+    grad_reducer: GradReducer | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterMeta:
+        # Dynamo copies the metadata it guards on; identity must survive that.
+        return self

@@ -1,0 +1,1 @@
+"""Small tools that know nothing of tensors' placements: the cache on disk, progress, memory of the process."""
