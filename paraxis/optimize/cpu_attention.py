@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..graph.nodes import argument, tidied
 from ..kernels.cpu import decode_attention as one_query
 from ..kernels.cpu import prefill_attention as causal
 from ..kernels.cpu.build import kernel
 from .kv_cache_append import append, attend_extended
-from .single_query_attention import argument, tidied, unrepeated
+from .patterns import unrepeated
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .patterns import DTYPES, bare, base_of, both, dtype_of, is_call, turn_of, value_of
-from .single_query_attention import argument, is_impure, shape_of, unrepeated
+from ..graph.nodes import argument, is_impure, shape_of
+from .patterns import DTYPES, bare, base_of, both, dtype_of, is_call, turn_of, unrepeated, value_of
 
 aten = torch.ops.aten
 WIDEST = 16384

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from ..graph.nodes import shape_of, tidied
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
-from .single_query_attention import shape_of, tidied
 
 aten = torch.ops.aten
 

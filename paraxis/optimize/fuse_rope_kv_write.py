@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..capture.functionalize import is_view
+from ..graph.mutation import is_view
+from ..graph.nodes import argument, is_impure, tidied
 from ..kernels.triton import rope_kv_write as place  # noqa: F401 -- registers the operator
-from .patterns import DTYPES, base_of, both, is_call, turn_of, value_of
-from .single_query_attention import argument, is_impure, tidied, unrepeated
+from .patterns import DTYPES, base_of, both, is_call, turn_of, unrepeated, value_of
 
 aten = torch.ops.aten
 

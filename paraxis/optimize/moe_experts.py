@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..graph.nodes import tidied
 from ..kernels.cpu.gemv import multiply
-from .single_query_attention import tidied
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from .single_query_attention import argument
+from ..graph.nodes import argument
 
 aten = torch.ops.aten
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -107,3 +107,23 @@ def _per_token(by: Any, x: Any, rows: int, features: int) -> bool:
         and tuple(value.shape[1:]) == (1, rows, features)
         and value.shape[0] in (1, of.shape[0])
     )
+
+
+def unrepeated(node: Any) -> tuple[Node, int] | None:
+    """What ``x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)`` repeats, and how often."""
+    if not isinstance(node, Node) or node.target not in (aten.reshape.default, aten.view.default):
+        return None
+    expand: Any = node.args[0]
+    if not isinstance(expand, Node) or expand.target is not aten.expand.default:
+        return None
+    unsqueeze, sizes = expand.args[0], expand.args[1]  # type: Any, Any
+    if not isinstance(unsqueeze, Node) or unsqueeze.target is not aten.unsqueeze.default or unsqueeze.args[1] != 2:
+        return None
+    if len(sizes) != 5 or not isinstance(sizes[2], int) or len(node.args[1]) != 4:  # type: ignore[arg-type]
+        return None
+    source = unsqueeze.args[0]
+    heads, joined = (x.meta.get("val") if isinstance(x, Node) else None for x in (source, node))
+    if isinstance(heads, torch.Tensor) and isinstance(joined, torch.Tensor) and joined.dim() == heads.dim() == 4:
+        if joined.shape[1] != heads.shape[1] * sizes[2]:
+            return None
+    return (source, sizes[2]) if isinstance(source, Node) else None

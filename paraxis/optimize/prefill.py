@@ -17,7 +17,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Graph, GraphModule, Node
 
-from .single_query_attention import argument, shape_of, tidied, unrepeated
+from ..graph.nodes import argument, shape_of, tidied
+from .patterns import unrepeated
 
 aten = torch.ops.aten
 MOST = 100

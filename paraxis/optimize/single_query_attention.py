@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..graph.nodes import argument, shape_of, tidied
+from .patterns import unrepeated
+
 aten = torch.ops.aten
 
 
@@ -30,19 +33,6 @@ def decompose_single_query_attention(module: GraphModule) -> int:
         graph.erase_node(node)
         count += 1
     return tidied(module, count)
-
-
-def tidied(module: GraphModule, count: int) -> int:
-    """Drop what nobody uses any more, where something was replaced ``count`` times; that number."""
-    if count:
-        module.graph.eliminate_dead_code(is_impure_node=is_impure)
-        module.recompile()
-    return count
-
-
-def is_impure(node: Node) -> bool:
-    """Whether a node must stay though nobody uses it: also the writes into inputs that are no operators."""
-    return bool(node.is_impure() or node.meta.get("writes"))
 
 
 def _match(node: Node) -> tuple[Node, Node, int] | None:
@@ -64,35 +54,6 @@ def _match(node: Node) -> tuple[Node, Node, int] | None:
     if keys is None or values is None or keys[1] != values[1] or not isinstance(query, Node):
         return None
     return keys[0], values[0], keys[1]
-
-
-def argument(node: Node, position: int, name: str, default: Any) -> Any:
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
-
-
-def shape_of(node: Node) -> tuple[Any, ...] | None:
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else None
-
-
-def unrepeated(node: Any) -> tuple[Node, int] | None:
-    """What ``x[:, :, None].expand(b, h, n, s, d).reshape(b, h * n, s, d)`` repeats, and how often."""
-    if not isinstance(node, Node) or node.target not in (aten.reshape.default, aten.view.default):
-        return None
-    expand: Any = node.args[0]
-    if not isinstance(expand, Node) or expand.target is not aten.expand.default:
-        return None
-    unsqueeze, sizes = expand.args[0], expand.args[1]  # type: Any, Any
-    if not isinstance(unsqueeze, Node) or unsqueeze.target is not aten.unsqueeze.default or unsqueeze.args[1] != 2:
-        return None
-    if len(sizes) != 5 or not isinstance(sizes[2], int) or len(node.args[1]) != 4:  # type: ignore[arg-type]
-        return None
-    source = unsqueeze.args[0]
-    heads, joined = (x.meta.get("val") if isinstance(x, Node) else None for x in (source, node))
-    if isinstance(heads, torch.Tensor) and isinstance(joined, torch.Tensor) and joined.dim() == heads.dim() == 4:
-        if joined.shape[1] != heads.shape[1] * sizes[2]:
-            return None
-    return (source, sizes[2]) if isinstance(source, Node) else None
 
 
 def _emit(graph: Graph, node: Node, keys: Node, values: Node, groups: int) -> Node:

@@ -17,11 +17,12 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from ..capture import mark_output_op
-from ..capture.functionalize import IN_PLACE, is_view, mutated
 from ..context import ParallelExecutionCtx
 from ..distributed.consensus import is_rank0_only
 from ..distributed.random import RandomState
 from ..distributed.redistribute import redistribute, slice_box
+from ..graph.mutation import IN_PLACE, is_view, mutated
+from ..graph.nodes import captured_module_of
 from ..optimize.activation_checkpointing import RANDOM, REGION, region_of
 from ..optimize.merge_all_reduces import merge_all_reduces
 from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
@@ -294,12 +295,12 @@ class Partitioner:
         fake = tensor_of_value(value)
         shape = tuple(n if isinstance(n, int) else None for n in fake.shape)
         kind = _collective(source, need)
-        self.solved.order.append(f"{kind} {module_of(value.node)} {shape} {fake.dtype} {source} {need}")
+        self.solved.order.append(f"{kind} {captured_module_of(value.node)} {shape} {fake.dtype} {source} {need}")
         if kind in ("all_reduce", "all_gather", "reduce_scatter") and self.ctx.world_size > 1:
             made_by = self._made_by.get(value)
             reason = reason_for(source, made_by, self.layers.get(made_by) if made_by else None, self._asking)
             dtype = str(fake.dtype).removeprefix("torch.")
-            self.collectives.append(CollectivePlan(kind, module_of(value.node), shape, dtype, reason))
+            self.collectives.append(CollectivePlan(kind, captured_module_of(value.node), shape, dtype, reason))
         group = self.group
 
         def move(x: torch.Tensor) -> torch.Tensor:
@@ -428,14 +429,3 @@ def tensor_of_value(value: Value) -> Any:
     if isinstance(result, (tuple, list)):
         return [t for t in result if isinstance(t, torch.Tensor)][value.index]
     return result
-
-
-def module_of(node: Node | None) -> str:
-    """The module a node came from, as the user names it."""
-    origin = node.meta.get("origin") if node is not None else None
-    stack = (origin.meta.get("nn_module_stack") if origin is not None else None) or {}
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    path = path.split("]", 1)[1] if path.startswith("L[") else path
-    return path.lstrip(".")

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from ..capture.repeated_blocks import Repeated
 from ..context import ParallelExecutionCtx
-from .partition import module_of
+from ..graph.nodes import captured_module_of
 from .solve import Solved
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def spread(ctx: ParallelExecutionCtx, repeated: list[Repeated], solved: Solved) 
                 plan.add_parameter(other, source.placement, tuple(ctx.param_cache[other].shape), rank=0)
                 if name in reasons:
                     plan.replicated.append((other, reasons[name]))
-            inside = [s for s in solved.program.steps if each.renamed(f"{module_of(s.node)}.", index)]
+            inside = [s for s in solved.program.steps if each.renamed(f"{captured_module_of(s.node)}.", index)]
             talk = sum(solved.account.talk.get(s, 0.0) for s in inside)
             plan.cost += sum(solved.solution.costs.get(s, 0.0) for s in inside)
             plan.seconds += talk + sum(solved.account.work.get(s, 0.0) for s in inside)

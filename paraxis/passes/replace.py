@@ -7,6 +7,7 @@ from torch.fx import GraphModule
 
 from ..config import Config
 from ..context import ParallelExecutionCtx
+from ..graph.nodes import captured_module_of
 from ..placement import REPLICATE, Layout, Partial, Placement, Replicate, Shard, local_shape
 from ..plan import LayerPlan, Plan
 from ..rules import rule_for
@@ -15,7 +16,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .annotate import OWN, ParallelLayerAnnotatePass
 from .base import PassBase
 from .layers import Layer, find_layers
-from .partition import Partitioner, module_of
+from .partition import Partitioner
 from .solve import RESULT, Solved
 
 
@@ -119,12 +120,14 @@ def _layer_plan(layer: Layer, solved: Solved) -> LayerPlan:
         assert call is not None
         shape = tuple(n if isinstance(n, int) else -1 for n in call.inputs[0].shape)
         placement = layer.strategy.inputs[0]
-        name = module_of(layer.step.node) or layer.kind
+        name = captured_module_of(layer.step.node) or layer.kind
     else:
         parameter = solved.parameters[layer.weight]
         shape, name = parameter.shape, parameter.name.rpartition(".")[0]
         if parameter.meta is not None and parameter.meta.is_tied:
-            name = module_of(layer.step.node) or name  # the weight has several owners; this is the one that uses it
+            name = (
+                captured_module_of(layer.step.node) or name
+            )  # the weight has several owners; this is the one that uses it
         placement = solved.solution.parameters[Value(layer.weight)]
     return LayerPlan(
         name=name,
@@ -169,5 +172,7 @@ def _gathered(solved: Solved) -> list[tuple[str, str]]:
         taken = [produced.get(v, REPLICATE) for v in step.inputs]
         if any(not isinstance(p, Replicate) for p in taken):
             why = "writes into memory that others see" if step.impure else "no rule"
-            notes.append((module_of(step.node), f"{step.call.target} on a sharded tensor: {why}, computed whole"))
+            notes.append(
+                (captured_module_of(step.node), f"{step.call.target} on a sharded tensor: {why}, computed whole")
+            )
     return notes

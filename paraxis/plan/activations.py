@@ -33,6 +33,7 @@ from ..capture.repeated_blocks import Repeated, only_first
 from ..capture.trace import gc_paused
 from ..config import Config
 from ..context import ParallelExecutionCtx
+from ..graph.nodes import module_of
 from ..optimize.eager_fusions import fuse_eager_operators
 from ..optimize.kv_cache_append import append_kv_cache_in_place
 from ..passes import without_loading
@@ -40,7 +41,6 @@ from ..passes.solve import RESULT, Solved
 from ..placement import local_shape
 from ..runtime.backend import run_pipeline
 from ..tensor.sharded_tensor import ShardedTensor, shards_of
-from .listing import module_of
 from .plan import block_of
 
 

@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
-from ..passes.partition import module_of
+from ..graph.nodes import captured_module_of
 from ..passes.solve import Solved
 from ..placement import REPLICATE, Partial, Placement, Shard, local_shape
 from ..rules import InputPlacement, Strategy
@@ -203,7 +203,7 @@ class _Teller:
         alternatives = [
             self._alternative(_of(outputs), _made(step, outputs)) for outputs in seen if outputs != chosen.outputs
         ]
-        name = f"{module_of(step.node) or 'the model'}: {step.node.name} ({step.call.target})"
+        name = f"{captured_module_of(step.node) or 'the model'}: {step.node.name} ({step.call.target})"
         shape = tuple(n if isinstance(n, int) else -1 for n in step.call.outputs[0].shape)
         inputs = ", ".join(map(_word, self.solved.solution.given[step])) or "nothing"
         reason = f"Its inputs come {inputs}; it takes them {', '.join(map(_word, chosen.inputs))}."
@@ -247,7 +247,7 @@ class _Teller:
 
     def _sent(self, spent: Account) -> list[str]:
         return [
-            f"{kind} of {_bytes(size)} after {module_of(value.node) or value.node.name}"
+            f"{kind} of {_bytes(size)} after {captured_module_of(value.node) or value.node.name}"
             for kind, value, size in spent.sent
         ]
 

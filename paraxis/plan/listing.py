@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..graph.nodes import module_of
 from ..placement import Partial, Placement, Replicate, Shard, local_shape
 from ..tensor.sharded_tensor import unwrap
 from .make import Planned
@@ -162,12 +163,6 @@ class _Listing:
                 some = f"{each.path}.{first} to {each.path}.{last} run" if last > first else f"{each.path}.{first} runs"
                 lines.append(f"# {some} as {each.path}.{like} does.")
         return lines
-
-
-def module_of(node: Node) -> str:
-    """The module a node came from, as the user names it."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return re.sub(r"^L\[[^]]*\]\.?", "", str(stack[-1][0])) if stack else ""
 
 
 def _short(node: Node) -> str:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..graph.nodes import module_of
 from ..placement import Partial, Placement, Replicate, Shard, local_shape
 from ..plan import block_of
-from ..plan.listing import COLLECTIVES, module_of
+from ..plan.listing import COLLECTIVES
 from ..plan.make import Planned
 from ..tensor.sharded_tensor import unwrap
 

@@ -20,9 +20,9 @@ from torch._dynamo.source import LocalSource
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import Graph, GraphModule, Node
 
-from ..capture.functionalize import mutated
 from ..context import ParallelExecutionCtx
 from ..distributed.collectives import backend_of
+from ..graph.mutation import mutated
 from ..layers import ColumnParallelLinear, RowParallelLinear
 from ..optimize.cpu_matmul import Rows
 from ..optimize.decode_kernels import use_decode_kernels

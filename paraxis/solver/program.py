@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from ..capture.functionalize import IN_PLACE, written_input
+from ..graph.mutation import IN_PLACE, written_input
 from ..placement import Placement
 from ..rules import Call, Tensor
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from paraxis.capture import CaptureError, capture, mark_output, mark_output_op, simplify, to_aten
-from paraxis.capture.functionalize import IN_PLACE, written_input
+from paraxis.graph.mutation import IN_PLACE, written_input
 from paraxis.rules import rule_for
 
 aten = torch.ops.aten

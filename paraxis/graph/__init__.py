@@ -1,0 +1,1 @@
+"""Small questions about FX nodes that every later stage asks: arguments, shapes, modules, what is written to."""

@@ -1,0 +1,45 @@
+"""Which tensors a node of an ATen graph writes to or aliases."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.fx import Node
+
+IN_PLACE = "in_place"
+"""Where an operator that stands for a write into an input keeps the operator that writes."""
+
+
+def mutated(node: Node) -> Node | None:
+    """The tensor that this node writes to, if it is the first argument."""
+    if IN_PLACE in node.meta:
+        return node.args[0]  # type: ignore[return-value]
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    schema = node.target._schema
+    if not schema.is_mutable or not schema.arguments or not node.args:
+        return None
+    info = schema.arguments[0].alias_info
+    first = node.args[0]
+    return first if info is not None and info.is_write and isinstance(first, Node) else None
+
+
+def written_input(node: Node) -> Node | None:
+    """The input of the graph that this node is a later value of, or itself; None if it is anything else."""
+    while IN_PLACE in node.meta:
+        node = node.args[0]  # type: ignore[assignment]
+    return node if node.op == "placeholder" else None
+
+
+def is_view(node: Node) -> bool:
+    """Whether the result may share memory with an argument."""
+    if node.target is operator.getitem:
+        source = node.args[0]
+        return isinstance(source, Node) and is_view(source)
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    name = node.target._schema.name
+    if name in ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::matmul", "aten::linear"):
+        return name not in ("aten::matmul", "aten::linear")  # these may return an alias
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
