@@ -24,7 +24,7 @@ WORDS = {
     "given": "passed, input, from the caller",
     "kept": "cached, retained, stays",
 }
-"""The word, and what to say instead. Words are found inside of snake_case names too; ``_`` stands for a blank as well."""
+"""The word, and what to say instead. Found inside of snake_case names too; ``_`` stands for a blank as well."""
 
 PLACES = ("paraxis", "tests", "benchmarks", "examples", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 SUFFIXES = {".py", ".md", ".html", ".cpp", ".h", ".svg", ".toml", ".yml", ".js", ".css"}
