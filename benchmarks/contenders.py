@@ -51,7 +51,7 @@ def paraxis(folder: str, device: torch.device, **options: Any) -> Any:
     group = dist.group.WORLD
     assert group is not None
     ctx = ParallelExecutionCtx(group, device)
-    model = parallelize_model(folder, ctx, show_progress=False, **{"keep_plans": False, **options})
+    model = parallelize_model(folder, ctx, show_progress=False, **{"cache_plans": False, **options})
     reading = ctx.timings.pop("load")
     planned = sum(ctx.timings.values())
     # our collectives are no events of torch

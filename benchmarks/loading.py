@@ -32,7 +32,7 @@ MIB = 2**20
 
 def as_ever(folder: str, device: torch.device) -> Any:
     """This project as it comes: the first time it makes a plan, which it keeps."""
-    return paraxis(folder, device, keep_plans=True)
+    return paraxis(folder, device, cache_plans=True)
 
 
 CONTENDERS = {"transformers TP": transformers_tp, "paraxis, planning": paraxis, "paraxis": as_ever}

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .config import Config
+from .config import RENAMED, Config
 from .context import ParallelExecutionCtx
 from .data_parallel.setup import check_option
 from .distributed.consensus import all_gather_object, on_all_ranks
@@ -89,7 +89,7 @@ def parallelize_model(
             _meta(parameter).source = None
     if folder is not None and not skip_load_weights:
         with on_all_ranks(parallel_ctx.world_group, "checking the checkpoint"):
-            made_up = _map_weights(parallelized, folder, parallel_ctx, config.keep_plans)
+            made_up = _map_weights(parallelized, folder, parallel_ctx, config.cache_plans)
         check_same_files(folder, parallel_ctx.weight_map.values(), parallel_ctx.world_group)
         if made_up and parallel_ctx.is_first:
             warnings.warn(_not_trained(made_up, folder), stacklevel=2)
@@ -116,7 +116,7 @@ def _check_distributed(ctx: ParallelExecutionCtx) -> None:
 
 def split_config(kwargs: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """The fields of :class:`Config` among keyword arguments, and the others."""
-    names = {f.name for f in fields(Config)}
+    names = {*(f.name for f in fields(Config)), *RENAMED}
     config = Config(**{k: v for k, v in kwargs.items() if k in names})
     return config, {k: v for k, v in kwargs.items() if k not in names}
 

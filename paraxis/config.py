@@ -1,12 +1,13 @@
-"""The options of a parallelization, which do not change at run time."""
+"""The options of ``parallelize_model`` and ``plan_model``; they do not change at run time."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import nn
 
@@ -18,38 +19,61 @@ if TYPE_CHECKING:
 OBJECTIVES = ("prefill", "decode", "training")
 DATA_PARALLEL = ("replicate", "shard")
 
+RENAMED = {"keep_plans": "cache_plans"}
+"""Former names of options. They work until the next version, with a ``DeprecationWarning``."""
 
+_Class = TypeVar("_Class", bound=type)
+
+
+def _accept_former_names(cls: _Class) -> _Class:
+    """Let a dataclass take the former names of its fields as keywords."""
+    target: Any = cls  # mypy has no type for a class whose constructor is replaced
+    init = target.__init__
+
+    @wraps(init)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for old in RENAMED.keys() & kwargs.keys():
+            warnings.warn(f"{old}= is deprecated: use {RENAMED[old]}=", DeprecationWarning, stacklevel=2)
+            kwargs[RENAMED[old]] = kwargs.pop(old)
+        init(self, *args, **kwargs)
+
+    target.__init__ = __init__
+    return cls
+
+
+@_accept_former_names
 @dataclass
 class Config:
-    """Options that do not change at run time.
+    """Options of a parallelized model.
 
     Attributes:
         lint_and_recompile: Lint and recompile the graph after every pass.
         clean_markers_after_all_passes: Remove the analysis results from ``node.meta`` when the pipeline is done.
         weight_init_fn: Initializes weights that no checkpoint provides; called as ``weight_init_fn(tensor)``.
-        enable_sequence_parallel: Shard the regions between parallel layers on the sequence; ``"auto"`` does so where it
-            is the cheaper way.
-        machine: What the ranks run on, for the costs: a preset ("h100", "h200", "a100", "pcie", "nodes", "cpu"), a file
-            that ``paraxis calibrate`` wrote, or a :class:`paraxis.Machine`.
-        objective: What the plan is to be cheap for: ``"prefill"``, ``"decode"`` or ``"training"``; by default one
-            forward pass of the example inputs. Example inputs that are not given are made up accordingly.
-        constraints: Constraints about parameters: ``{"*.mlp.down_proj": "row", "lm_head": "not whole"}``.
-        memory_limit: Bytes that the parameters of a rank may take. Parameters are then kept whole where that is faster
-            and there is room; without a limit they are split wherever they can be.
-        compile: How a rank's local program runs: as it is (``None``) or compiled (``"inductor"``).
+        enable_sequence_parallel: Sequence parallelism: shard the activations between parallel layers on the sequence
+            dimension. ``"auto"`` does so where the cost model finds it faster.
+        machine: The hardware that the cost model assumes: a preset ("h100", "h200", "a100", "pcie", "nodes", "cpu"), a
+            file written by ``paraxis calibrate``, or a :class:`paraxis.Machine`.
+        objective: The workload to minimize the cost of: ``"prefill"``, ``"decode"`` or ``"training"``; by default one
+            forward pass on the example inputs. Dummy inputs, where there are no example inputs, have its sizes.
+        constraints: Placements to require or forbid, by parameter or module name (patterns allowed):
+            ``{"*.mlp.down_proj": "row", "lm_head": "sharded"}``.
+        memory_limit: Bytes that the parameters of one rank may take. Below the limit, parameters stay replicated where
+            that is faster; without a limit every parameter that can be sharded is.
+        compile: Runs each rank's local program: ``None`` without a compiler, ``"inductor"`` through TorchInductor.
         mode: Inductor's mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, ...
-        gather_outputs: Whether tensors returned to the caller are made whole.
-        data_parallel: What the ranks of the mesh's dimension ``dp`` keep: ``"replicate"`` (the default), each all of
-            its tensor-parallel shards, gradients being averaged; or ``"shard"``, a part of them, of the gradients and
-            of the optimizer's state each, gathered when they are used.
-        init_seed: Seed of the initialization of weights; ``None`` takes torch's current seed of the first rank.
-        show_progress: Show what is going on, and a bar while weights are loaded, on the first rank.
-        check_finite: Look for NaN and infinity in the weights that are loaded, and warn of them by name.
-        plan: A plan to run by instead of making one: a :class:`paraxis.Plan` or a file with one.
-        keep_plans: Keep the plans of transformers' models on the disk, for the next time (:mod:`paraxis.plan.cache`).
-        plan_by_blocks: Plan a deep model by its first blocks where the others are like them.
+        gather_outputs: All-gather tensors that the model returns; otherwise they stay sharded.
+        data_parallel: What the ranks of the mesh's ``dp`` dimension hold: ``"replicate"`` (DDP, the default): a replica
+            of the tensor-parallel shards, gradients are all-reduced; ``"shard"`` (FSDP): a shard of parameters,
+            gradients and optimizer state, unsharded for use.
+        init_seed: Seed for initializing weights; ``None`` takes rank 0's current torch seed.
+        show_progress: Show the current step, and a progress bar while weights load, on rank 0.
+        check_finite: Check loaded weights for NaN and infinity, and warn with their names.
+        plan: A plan to use instead of searching for one: a :class:`paraxis.Plan` or a file written by ``Plan.save``.
+        cache_plans: Cache the plans of transformers models on disk for later runs (:mod:`paraxis.plan.cache`).
+        plan_by_blocks: Plan a deep model from its first blocks, if the other blocks repeat them.
         pipeline: The passes to run; by default those of ``build_parallel_pass_pipeline()``.
-        sync_timeout: Seconds the ranks wait for one another before a compilation is given up as diverged.
+        sync_timeout: Seconds that ranks wait for one another during compilation before they raise.
     """
 
     lint_and_recompile: bool = True
@@ -68,7 +92,7 @@ class Config:
     show_progress: bool = True
     check_finite: bool = False
     plan: Plan | str | os.PathLike[str] | None = None
-    keep_plans: bool = True
+    cache_plans: bool = True
     plan_by_blocks: bool = True
     pipeline: PassPipeline | None = None
     sync_timeout: float = 120.0
@@ -76,10 +100,16 @@ class Config:
     def __post_init__(self) -> None:
         if self.data_parallel not in (None, *DATA_PARALLEL):
             known = " or ".join(map(repr, DATA_PARALLEL))
-            raise ValueError(f"data_parallel={self.data_parallel!r} is not known: use {known}")
+            raise ValueError(f"unknown data_parallel={self.data_parallel!r}: use {known}")
         if self.objective not in (None, *OBJECTIVES):
-            raise ValueError(f"objective={self.objective!r} is not known: use one of {', '.join(OBJECTIVES)}")
+            raise ValueError(f"unknown objective={self.objective!r}: use one of {', '.join(OBJECTIVES)}")
         if self.compile not in (None, "inductor"):
-            raise ValueError(f"compile={self.compile!r} is not known: leave it out, or use compile='inductor'")
+            raise ValueError(f"unknown compile={self.compile!r}: leave it out, or use compile='inductor'")
         if self.mode is not None and self.compile is None:
-            raise ValueError(f"mode={self.mode!r} is a mode of the compiler: use it with compile='inductor'")
+            raise ValueError(f"mode={self.mode!r} needs compile='inductor'")
+
+    @property
+    def keep_plans(self) -> bool:
+        """The former name of :attr:`cache_plans`."""
+        warnings.warn("Config.keep_plans is deprecated: use cache_plans", DeprecationWarning, stacklevel=2)
+        return self.cache_plans

@@ -22,7 +22,7 @@ from .apply import place, problems_of
 from .plan import Plan
 
 PLANS = "plans"
-IRRELEVANT = {"plan", "weight_init_fn", "init_seed", "show_progress", "check_finite", "keep_plans", "sync_timeout"}
+IRRELEVANT = {"plan", "weight_init_fn", "init_seed", "show_progress", "check_finite", "cache_plans", "sync_timeout"}
 """Options that a plan does not depend on."""
 
 
@@ -58,7 +58,7 @@ def fingerprint(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
 
     A model of transformers has one, if it is planned with inputs that are made up.
     """
-    if not config.keep_plans or not cache.directory(PLANS):
+    if not config.cache_plans or not cache.directory(PLANS):
         return None
     return described(model, ctx, config, examples)
 

@@ -64,7 +64,7 @@ def test_the_second_time_it_is_remembered(ranks: Any, folder: str, tmp_path: Pat
     for options in ({"objective": "decode"}, {"torch_dtype": torch.float64}):
         assert ranks(2).run(planned_again, folder, cache, **options)[0][0] == PLANNED, options
     assert len(list((tmp_path / "plans").iterdir())) == 3
-    assert ranks(2).run(planned_again, folder, cache, keep_plans=False)[0][0] == PLANNED
+    assert ranks(2).run(planned_again, folder, cache, cache_plans=False)[0][0] == PLANNED
 
     # A file that is broken is no plan, and is written again.
     whole = file.read_text()
