@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .. import __version__
 from . import bench, calibrate, code, demo, diff, doctor, explain, export, generate, plan, verify
 from ._errors import ended_by_signals
 
@@ -39,9 +40,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"paraxis {version('paraxis')}")
+        typer.echo(f"paraxis {__version__}")
         raise typer.Exit
 
 
