@@ -1,19 +1,37 @@
-"""Where the elements of a tensor live: replicated, partial, or sharded by exact index ranges. Pure data."""
+"""Where the elements of a tensor live: replicated, partial, or sharded by exact index ranges.
 
-from .placement import (
+Pure data: this package knows nothing of process groups, devices or torch.
+"""
+
+from .layout import Layout, Range, Ranges, ensure_divisibility
+from .placements import (
     PARTIAL,
     REPLICATE,
     SHARED,
-    Layout,
     Partial,
     Placement,
-    Range,
-    Ranges,
     Replicate,
     Shard,
-    ensure_divisibility,
     from_json,
     local_index,
     local_shape,
     to_json,
 )
+
+__all__ = [
+    "PARTIAL",
+    "REPLICATE",
+    "SHARED",
+    "Layout",
+    "Partial",
+    "Placement",
+    "Range",
+    "Ranges",
+    "Replicate",
+    "Shard",
+    "ensure_divisibility",
+    "from_json",
+    "local_index",
+    "local_shape",
+    "to_json",
+]

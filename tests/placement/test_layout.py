@@ -1,52 +1,14 @@
-"""Layouts and placements against brute force: the set of indices each rank holds, computed one by one."""
+"""Layouts against brute force: what each rank holds, index by index."""
 
 from __future__ import annotations
 
 import json
 import random
-from itertools import product
 
 import pytest
+from placement.brute_force import RANDOM, expanded, held, owners, random_layout
 
-from paraxis.placement import (
-    PARTIAL,
-    REPLICATE,
-    SHARED,
-    Layout,
-    Shard,
-    ensure_divisibility,
-    from_json,
-    local_index,
-    local_shape,
-    to_json,
-)
-
-
-def held(layout: Layout, size: int, rank: int) -> list[int]:
-    """Membership by definition: index i is on the rank if i modulo the period is in one of its ranges."""
-    return [i for i in range(size) if any(a <= i % layout.period < b for a, b in layout.ranges[rank])]
-
-
-def expanded(layout: Layout, size: int, rank: int) -> list[int]:
-    return [i for a, b in layout.expand(size, rank) for i in range(a, b)]
-
-
-def owners(layout: Layout, size: int) -> list[frozenset[int]]:
-    """For each index the ranks that hold it: the meaning of a layout."""
-    return [frozenset(r for r in range(layout.world) if i in set(held(layout, size, r))) for i in range(size)]
-
-
-def random_layout(rng: random.Random, size: int, world: int) -> Layout:
-    """Any assignment in which no index is lost, some on several ranks."""
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(world)]
-    for i in range(size):
-        for r in rng.sample(range(world), rng.choice([1, 1, 1, 2])):
-            ranges[r].append((i, i + 1))
-    return Layout.of(size, ranges)
-
-
-RANDOM = [(seed, random.Random(seed)) for seed in range(60)]
-
+from paraxis.placement import Layout, Shard, ensure_divisibility
 
 # -- construction --------------------------------------------------------------------------------------------------
 
@@ -82,12 +44,12 @@ def test_even_refuses_broken_units() -> None:
         Layout.even(8, 2, unit=3)
 
 
-def test_on_one_rank_a_split_is_a_split() -> None:
+def test_a_split_on_one_rank_is_not_full() -> None:
     assert not Layout.even(8, 1).is_full
     assert Shard.of(0, Layout.even(8, 1)).layouts
 
 
-def test_concat_splits_every_segment_by_itself() -> None:
+def test_concat_splits_every_segment_separately() -> None:
     sizes = (8, 4, 4)  # [q|k|v], unequal
     layout = Layout.concat([(n, Layout.even(n, 2)) for n in sizes])
     assert held(layout, 16, 0) == [0, 1, 2, 3, 8, 9, 12, 13]
@@ -113,7 +75,7 @@ def test_concat_by_membership(seed: int, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize(("seed", "rng"), RANDOM)
-def test_equality_is_equality_of_meaning(seed: int, rng: random.Random) -> None:
+def test_equal_layouts_have_equal_owners(seed: int, rng: random.Random) -> None:
     world, size, repeats = rng.choice([2, 4]), rng.choice([2, 3, 4, 6]), rng.choice([1, 2, 3])
     layout = random_layout(rng, size, world)
     total = size * repeats
@@ -138,11 +100,11 @@ def test_a_rank_may_hold_nothing_or_everything() -> None:
     assert first.expand(6, 1) == () and not first.is_full and not first.has_copies
 
 
-# -- questions -----------------------------------------------------------------------------------------------------
+# -- queries -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seed", "rng"), RANDOM)
-def test_questions_by_membership(seed: int, rng: random.Random) -> None:
+def test_queries_by_membership(seed: int, rng: random.Random) -> None:
     world, period, repeats = rng.choice([2, 4]), rng.choice([2, 4, 6]), rng.choice([1, 2, 3])
     layout = random_layout(rng, period, world)
     size = period * repeats
@@ -205,75 +167,18 @@ def test_slices(seed: int, rng: random.Random) -> None:
         assert mine[a:b] == [i for i in mine if start <= i < stop]
 
 
-# -- placements of tensors -----------------------------------------------------------------------------------------
-
-
-def test_shard_of_sorts_and_leaves_out_full_layouts() -> None:
-    even = Layout.even(4, 2)
-    assert Shard.of({2: even, 0: even}).layouts == ((0, even), (2, even))
-    assert Shard.of({1: Layout.full(2)}) == SHARED == Shard.of(0, None)
-    assert Shard.of({0: even, 1: Layout.full(2)}) == Shard.of(0, even)
-    assert Shard.of(0, even) != Shard.of(1, even)
-    assert SHARED != REPLICATE and hash(Shard.of(0, even)) == hash(Shard.of({0: Layout.even(4, 2)}))
-
-
-def test_copies_of_a_box() -> None:
-    """A box split two ways has no copies even if each of its dimensions has."""
-    rows = Layout.of(4, [[(0, 2)], [(0, 2)], [(2, 4)], [(2, 4)]])
-    columns = Layout.of(4, [[(0, 2)], [(2, 4)], [(0, 2)], [(2, 4)]])
-    assert Shard.of(0, rows).has_copies and Shard.of(1, columns).has_copies
-    assert not Shard.of({0: rows, 1: columns}).has_copies
-    assert SHARED.has_copies
-
-
-def test_shapes_and_indices_of_boxes() -> None:
-    rows, packed = Layout.even(4, 2), Layout.concat([(8, Layout.even(8, 2)), (4, Layout.even(4, 2))])
-    box = Shard.of({0: rows, 2: packed})
-    shape = (4, 3, 12)
-    for rank in range(2):
-        index = local_index(box, shape, rank)
-        members = [[i for a, b in dim for i in range(a, b)] for dim in index]
-        assert members == [held(rows, 4, rank), [0, 1, 2], held(packed, 12, rank)]
-        assert local_shape(box, shape, rank) == (2, 3, 6) == tuple(len(m) for m in members)
-    for whole in (REPLICATE, PARTIAL, SHARED):
-        assert local_shape(whole, shape, 1) == shape
-        assert local_index(whole, shape, 1) == [((0, n),) for n in shape]
-
-
-def test_dimensions_that_are_not_sharded_may_be_symbolic() -> None:
-    symbol = object()
-    assert local_shape(Shard.of(1, Layout.even(8, 2)), (symbol, 8), 0) == (symbol, 4)
-    assert Layout.even(8, 2).fits(symbol)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_boxes_cover_every_element_once_without_copies(world: int) -> None:
-    shape = (4, 8)
-    for box in (Shard.of(0, Layout.even(4, world)), Shard.of(1, Layout.concat([(4, Layout.even(4, world))] * 2))):
-        count = dict.fromkeys(product(range(4), range(8)), 0)
-        for rank in range(world):
-            spans = [[i for a, b in dim for i in range(a, b)] for dim in local_index(box, shape, rank)]
-            for element in product(*spans):
-                count[element] += 1
-        assert set(count.values()) == {1}
-
-
 # -- text ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seed", "rng"), RANDOM[:20])
 def test_json(seed: int, rng: random.Random) -> None:
     layout = random_layout(rng, rng.choice([4, 6]), 2)
-    for placement in (REPLICATE, PARTIAL, SHARED, Shard.of({0: layout, 3: Layout.even(8, 2)})):
-        assert from_json(json.loads(json.dumps(to_json(placement)))) == placement
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
 def test_text() -> None:
-    assert str(REPLICATE) == "R" and str(PARTIAL) == "P" and str(SHARED) == "S()"
-    assert str(Shard.of(1, Layout.even(8, 2))) == "S(1)"
-    assert str(Shard.of(0, Layout.even(5, 2))) == "S(0: uneven)"
-    assert str(Shard.of(0, Layout.even(2, 4))) == "S(0: 0:1,0:1,1:2,1:2 of 2)"
+    assert str(Layout.even(8, 2)) == "even" and str(Layout.even(5, 2)) == "uneven"
+    assert str(Layout.even(2, 4)) == "0:1,0:1,1:2,1:2 of 2"
 
 
 def test_divisibility_error_names_what_and_where() -> None:

@@ -1,20 +1,8 @@
-"""Where the elements of a tensor live: the algebra of placements.
+"""Layouts: which indices of one dimension each rank holds, as exact ranges.
 
-This module knows nothing of process groups, of devices or of torch. A placement describes, exactly and for every rank,
-which elements of a *global* tensor that rank holds. There are three kinds:
-
-- :class:`Replicate`: every rank holds everything, and every rank computes the same gradient of it.
-- :class:`Partial`: every rank holds a tensor of the full shape; the value is their sum.
-- :class:`Shard`: every rank holds a box of the tensor: for each sharded dimension, the index ranges of a
-  :class:`Layout`. A layout covers contiguous splits, *packed* dimensions (``[q|k|v]``: each segment split by
-  itself), *replicated groups* (four KV heads over eight ranks: each head on two) and uneven splits.
-
-Gradients follow the placement. The gradient of a replicated tensor is replicated; that of a partial one is
-replicated too (every rank's term gets the gradient of the sum). An element of a shard that lives on several ranks
-gets its gradient in *parts*, one on each rank that holds it, and their sum is the gradient. A shard with no sharded
-dimension at all (:data:`SHARED`) is therefore not the same thing as :class:`Replicate`: both hold everything
-everywhere, but each rank uses a shared tensor for its own part of the work. Turning a replicated tensor into a
-shared one is Megatron's *f*: nothing forward, an all-reduce backward.
+A layout covers contiguous splits, *packed* dimensions (``[q|k|v]``: every segment is split separately), *replicated
+groups* (four KV heads over eight ranks: each head on two) and uneven splits. The cost of an operation on a layout does
+not grow with the size of the dimension.
 """
 
 from __future__ import annotations
@@ -22,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 Range = tuple[int, int]
+"""A half-open range of indices: (start, stop)."""
 Ranges = tuple[Range, ...]
+"""Sorted ranges that do not touch."""
 
 
 def ensure_divisibility(numerator: int, denominator: int, module: str = "", dim: str = "") -> None:
@@ -56,15 +45,19 @@ def _clip(ranges: Ranges, start: int, stop: int) -> Ranges:
     return _merge((max(a, start) - start, min(b, stop) - start) for a, b in ranges)
 
 
-def _length(ranges: Ranges) -> int:
+def length_of(ranges: Ranges) -> int:
+    """How many indices the ranges have."""
     return sum(stop - start for start, stop in ranges)
 
 
 def _spread(size: int, parts: int, unit: int) -> list[Range]:
-    """``size`` indices in units dealt to ``parts`` in order, as evenly as possible; or parts dealt to units."""
+    """``size`` indices split into ``parts`` contiguous ranges, as evenly as units of ``unit`` allow.
+
+    With fewer units than parts, several parts get the same unit.
+    """
     count = size // unit
     if count * unit != size:
-        raise ValueError(f"{size} indices are not made of units of {unit}")
+        raise ValueError(f"{size} indices cannot be divided into units of {unit}")
     if count < parts:
         base, extra = divmod(parts, count)
         owners = [u for u in range(count) for _ in range(base + (u < extra))]
@@ -102,7 +95,7 @@ class Layout:
 
     @classmethod
     def even(cls, size: int, world: int, unit: int = 1) -> Layout:
-        """A contiguous split of ``size`` indices, in units of ``unit`` that are never cut.
+        """A contiguous split of ``size`` indices, in units of ``unit`` that are never split.
 
         With fewer units than ranks each unit lives on several ranks; with a count that does not divide, the first
         ranks hold one unit more (or the first units live on one rank more).
@@ -111,10 +104,10 @@ class Layout:
 
     @classmethod
     def grouped(cls, size: int, world: int, unit: int, groups: int) -> Layout:
-        """Units in ``groups`` of equal size, such that no rank has a part of one group and a part of another.
+        """Units in ``groups`` of equal size, such that no rank holds a part of one group and a part of another.
 
-        Query heads that share key/value heads need this: ranks are dealt to the groups, or groups to the ranks, as
-        evenly as it goes, and inside a group its units to its ranks.
+        Query heads that share key/value heads need this. Ranks are assigned to groups (or groups to ranks) as evenly as
+        possible, and inside a group its units to its ranks.
         """
         each = size // groups
         if groups >= world:
@@ -133,7 +126,7 @@ class Layout:
 
     @classmethod
     def concat(cls, parts: Sequence[tuple[int, Layout]]) -> Layout:
-        """The layout of a dimension packed from segments of the given sizes, each with its own layout."""
+        """The layout of a dimension packed from segments: (size, layout) of each."""
         world = parts[0][1].world
         ranges: list[list[Range]] = [[] for _ in range(world)]
         offset = 0
@@ -143,26 +136,27 @@ class Layout:
             offset += size
         return cls.of(offset, ranges)
 
-    # -- questions ---------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> int:
+        """The number of ranks."""
         return len(self.ranges)
 
     @property
     def is_full(self) -> bool:
-        """Every rank holds everything. On a single rank a split is still a split: the plan must not depend on it."""
-        return self.world > 1 and all(_length(r) == self.period for r in self.ranges)
+        """Every rank holds everything. Never true on one rank: a plan must not depend on the number of ranks."""
+        return self.world > 1 and all(length_of(r) == self.period for r in self.ranges)
 
     @property
     def is_even(self) -> bool:
         """Every rank holds the same number of indices."""
-        return len({_length(r) for r in self.ranges}) == 1
+        return len({length_of(r) for r in self.ranges}) == 1
 
     @property
     def has_copies(self) -> bool:
-        """Some index lives on more than one rank."""
-        return sum(_length(r) for r in self.ranges) > self.period
+        """Some index is on more than one rank."""
+        return sum(length_of(r) for r in self.ranges) > self.period
 
     def fits(self, size: Any) -> bool:
         """Whether a dimension of this (possibly symbolic) size can have this layout."""
@@ -175,7 +169,7 @@ class Layout:
 
     def local_size(self, size: int, rank: int) -> int:
         """How many of ``size`` indices ``rank`` holds."""
-        return size // self.period * _length(self.ranges[rank])
+        return size // self.period * length_of(self.ranges[rank])
 
     def contiguous(self, size: int) -> bool:
         """Whether every rank holds one contiguous range, in the order of the ranks and without copies."""
@@ -184,7 +178,7 @@ class Layout:
         return all(len(s) == 1 and s[0][0] == ends[i] for i, s in enumerate(spans)) and ends[-1] == size
 
     def copies(self, size: int) -> list[int]:
-        """For each index of a dimension of ``size``, on how many ranks it lives."""
+        """For each index of a dimension of ``size``, the number of ranks that hold it."""
         count = [0] * size
         for rank in range(self.world):
             for start, stop in self.expand(size, rank):
@@ -194,32 +188,32 @@ class Layout:
 
     def replica(self, rank: int) -> tuple[int, int]:
         """(position among, number of) the ranks that hold the same indices as ``rank``."""
-        twins = [r for r in range(self.world) if self.ranges[r] == self.ranges[rank]]
-        return twins.index(rank), len(twins)
+        replicas = [r for r in range(self.world) if self.ranges[r] == self.ranges[rank]]
+        return replicas.index(rank), len(replicas)
 
     # -- how views change a layout -----------------------------------------------------------------------------
 
     def scale(self, inner: int) -> Layout:
-        """The layout after each index becomes ``inner`` consecutive ones (an inner dimension is flattened in)."""
+        """The layout after flattening with an inner dimension: each index becomes ``inner`` consecutive ones."""
         return Layout.of(self.period * inner, [[(a * inner, b * inner) for a, b in r] for r in self.ranges])
 
     def unscale(self, inner: int) -> Layout | None:
-        """The layout of the outer dimension if ``inner`` consecutive indices are always held together."""
-        if self.period == 1:  # all or nothing: held together at every scale
+        """The inverse of :meth:`scale`; None unless every rank holds ``inner`` consecutive indices together."""
+        if self.period == 1:  # each rank holds all or nothing: true at every scale
             return self
         if self.period % inner or any(a % inner or b % inner for r in self.ranges for a, b in r):
             return None
         return Layout.of(self.period // inner, [[(a // inner, b // inner) for a, b in r] for r in self.ranges])
 
     def slice(self, size: int, start: int, stop: int) -> Layout:
-        """The layout of the indices ``start`` to ``stop`` taken out of a dimension of ``size``."""
+        """The layout of the slice ``start:stop`` of a dimension of ``size``."""
         return Layout.of(stop - start, [_clip(self.expand(size, r), start, stop) for r in range(self.world)])
 
     def local_slice(self, size: int, start: int, stop: int, rank: int) -> Range:
-        """Where the indices ``start`` to ``stop`` lie in the shard of ``rank``."""
+        """Where the slice ``start:stop`` of the full dimension is in the shard of ``rank``."""
         held = self.expand(size, rank)
-        before = _length(_clip(held, 0, start))
-        return before, before + _length(_clip(held, start, stop))
+        before = length_of(_clip(held, 0, start))
+        return before, before + length_of(_clip(held, start, stop))
 
     # -- text --------------------------------------------------------------------------------------------------
 
@@ -230,10 +224,12 @@ class Layout:
         return f"{spans} of {self.period}"
 
     def to_json(self) -> dict[str, Any]:
+        """The layout as plain data."""
         return {"period": self.period, "ranges": [[list(r) for r in rank] for rank in self.ranges]}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Layout:
+        """The inverse of :meth:`to_json`."""
         return cls.of(data["period"], [[(a, b) for a, b in rank] for rank in data["ranges"]])
 
 
@@ -243,10 +239,10 @@ def _canonical(period: int, ranges: tuple[Ranges, ...]) -> Layout:
 
     A rank that holds neither nothing nor everything has at least one range per repeat, which bounds the search.
     """
-    cut = [len(r) for r in ranges if _length(r) not in (0, period)]
-    if not cut:
+    divided = [len(r) for r in ranges if length_of(r) not in (0, period)]
+    if not divided:
         return Layout(1, tuple(((0, 1),) if r else () for r in ranges))
-    for repeats in range(min(cut), 1, -1):
+    for repeats in range(min(divided), 1, -1):
         if period % repeats:
             continue
         short = period // repeats
@@ -258,105 +254,3 @@ def _canonical(period: int, ranges: tuple[Ranges, ...]) -> Layout:
         ):
             return Layout(short, head)
     return Layout(period, ranges)
-
-
-@dataclass(frozen=True)
-class Replicate:
-    """Every rank holds the whole tensor."""
-
-    def __str__(self) -> str:
-        return "R"
-
-
-@dataclass(frozen=True)
-class Partial:
-    """Every rank holds a term of the full shape; the tensor is the sum of the terms."""
-
-    def __str__(self) -> str:
-        return "P"
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Every rank holds a box: per sharded dimension the ranges of a layout, all of the other dimensions.
-
-    ``layouts`` is sorted by dimension and has no full layout in it. Use :meth:`of` to build one.
-    """
-
-    layouts: tuple[tuple[int, Layout], ...]
-
-    def __hash__(self) -> int:
-        """Computed when first asked for: compilers trace the making of placements, and not all of them can hash."""
-        try:
-            return self._hash  # type: ignore[attr-defined,no-any-return]
-        except AttributeError:
-            object.__setattr__(self, "_hash", hash(self.layouts))
-            return self._hash  # type: ignore[attr-defined,no-any-return]
-
-    @classmethod
-    def of(cls, layouts: Mapping[int, Layout] | int, layout: Layout | None = None) -> Shard:
-        """``Shard.of(dim, layout)`` or ``Shard.of({dim: layout, ...})``."""
-        items = {layouts: layout} if isinstance(layouts, int) else dict(layouts)
-        return cls(
-            tuple(sorted(((d, x) for d, x in items.items() if x is not None and not x.is_full), key=lambda i: i[0]))
-        )
-
-    @property
-    def dims(self) -> dict[int, Layout]:
-        return dict(self.layouts)
-
-    @property
-    def has_copies(self) -> bool:
-        """Some element lives on more than one rank."""
-        if not self.layouts:
-            return True
-        # In integers and lists: a compiler traces this in the backward of a redistribution.
-        held = 0
-        for rank in range(self.world):
-            held += prod([_length(x.ranges[rank]) for _, x in self.layouts])
-        return held > prod([x.period for _, x in self.layouts])
-
-    @property
-    def world(self) -> int:
-        return self.layouts[0][1].world if self.layouts else 0
-
-    def __str__(self) -> str:
-        return "S(" + ", ".join(f"{d}" if str(x) == "even" else f"{d}: {x}" for d, x in self.layouts) + ")"
-
-
-Placement = Replicate | Partial | Shard
-
-REPLICATE = Replicate()
-PARTIAL = Partial()
-SHARED = Shard(())
-"""Everything on every rank, each using it for its own part of the work: gradients arrive in parts."""
-
-
-def local_shape(placement: Placement, shape: Sequence[Any], rank: int) -> tuple[Any, ...]:
-    """The shape of the shard of ``rank``; dimensions that are not sharded may be symbolic."""
-    if not isinstance(placement, Shard):
-        return tuple(shape)
-    dims = placement.dims
-    return tuple(dims[d].local_size(int(n), rank) if d in dims else n for d, n in enumerate(shape))
-
-
-def local_index(placement: Placement, shape: Sequence[int], rank: int) -> list[Ranges]:
-    """Per dimension, the index ranges of the box that ``rank`` holds."""
-    dims = placement.dims if isinstance(placement, Shard) else {}
-    return [dims[d].expand(n, rank) if d in dims else ((0, n),) for d, n in enumerate(shape)]
-
-
-def to_json(placement: Placement) -> Any:
-    """A placement as plain data."""
-    if isinstance(placement, Shard):
-        return {"shard": [{"dim": d, **x.to_json()} for d, x in placement.layouts]}
-    return "replicate" if isinstance(placement, Replicate) else "partial"
-
-
-def from_json(data: Any) -> Placement:
-    """The inverse of :func:`to_json`."""
-    if data == "replicate":
-        return REPLICATE
-    if data == "partial":
-        return PARTIAL
-    return Shard.of({item["dim"]: Layout.from_json(item) for item in data["shard"]})
