@@ -1,4 +1,4 @@
-"""What every test shares: one thread per process, no network, and the session's pools of ranks."""
+"""What all tests share: one thread per process, no network, the mark ``long``, and the session's pools of ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,33 @@ from ranks import RankPool
 
 torch.set_num_threads(1)
 
-# Processes that may be alive at the same time. Each holds torch and transformers in memory.
 MAX_LIVE_RANKS = 16
+"""Processes that may be alive at the same time. Each holds torch and transformers in memory."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--long`` runs the tests marked ``long`` too. ``PARAXIS_LONG=1`` is the same."""
+    parser.addoption(
+        "--long",
+        action="store_true",
+        default=bool(os.environ.get("PARAXIS_LONG")),
+        help="also run the tests marked long (the same as PARAXIS_LONG=1)",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the mark."""
+    config.addinivalue_line("markers", "long: takes long; `make test-long` runs it, `make test` does not")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip the tests marked ``long``, unless they are asked for by ``--long``, ``PARAXIS_LONG=1`` or ``-m long``."""
+    if config.getoption("--long") or "long" in config.getoption("-m"):
+        return
+    skip = pytest.mark.skip(reason="takes long: run with --long or PARAXIS_LONG=1")
+    for item in items:
+        if item.get_closest_marker("long") is not None:
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
