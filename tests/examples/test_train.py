@@ -1,4 +1,4 @@
-"""examples/train.py, as a user runs it."""
+"""`examples/train.py`, run by torchrun: a killed run resumes, and wrong options are explained."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from marks import long
 
-ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 SMALL = ["--width", "64", "--layers", "2", "--length", "32", "--steps", "12", "--save-every", "4"]
 
 
 def start(ranks: int, *arguments: Any) -> subprocess.Popen[str]:
+    """Start the example on this many ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return subprocess.Popen(
-        [*command, str(ROOT / "examples" / "train.py"), *SMALL, *map(str, arguments)],
+        [*command, str(SCRIPT), *SMALL, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -30,26 +30,28 @@ def start(ranks: int, *arguments: Any) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
+    """Wait for a run that must succeed; its output."""
     output, _ = process.communicate(timeout=180)
     assert process.returncode == 0, output
     return output
 
 
 def losses(path: Path) -> list[float]:
+    """The losses that a run has written."""
     with path.open() as file:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
 def workers(process: subprocess.Popen[str]) -> list[int]:
-    """The ranks that a torchrun has started."""
+    """The processes of the ranks that torchrun has started."""
     listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
     return [int(word) for word in listed.split()]
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("data_parallel", ["replicate", "shard"])
-def test_training_is_killed_and_goes_on(tmp_path: Path, data_parallel: str) -> None:
-    """On 2 × 2 ranks, and once more on 1 × 4 and on one rank alone, with batches in parts: the same losses."""
+def test_killed_training_resumes_with_the_same_losses(tmp_path: Path, data_parallel: str) -> None:
+    """On 2 × 2 ranks, killed and resumed there; then on one rank that accumulates gradients: the same losses."""
     mesh = ["--dp", 2, "--tp", 2, "--data-parallel", data_parallel]
     checkpoint = ["--checkpoint", tmp_path / "run"]
     output = finish(start(4, *mesh, "--losses", tmp_path / "right.csv", "--sample", 8, "--export", tmp_path / "model"))
@@ -74,8 +76,8 @@ def test_training_is_killed_and_goes_on(tmp_path: Path, data_parallel: str) -> N
     assert losses(tmp_path / "alone.csv") == pytest.approx(right, abs=1e-4)
 
 
-@long
-def test_training_says_what_is_wrong() -> None:
+@pytest.mark.long
+def test_wrong_options_are_explained() -> None:
     for ranks, arguments, word in (
         (2, ["--tp", 4], "not the 2 ranks"),
         (1, ["--batch", 3, "--accumulate", 2], "divide"),
