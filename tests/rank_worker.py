@@ -1,4 +1,4 @@
-"""The inside of one rank's process: joins the group, then runs jobs and reports on each. See ranks.py."""
+"""The process of one rank: joins the group, then runs jobs and reports on each. See ranks.py."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, NoReturn
 
-# What a rank says when its peer is gone, or has not come.
 CONSEQUENCES = ("Connection closed by peer", "Connection reset", "Broken pipe", "Timed out waiting", "gloo")
+"""Messages of a rank whose peer ended or did not join."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A call to make. The arguments are bytes, to be read only once the function's module is there."""
+    """A call to make. The arguments are bytes, loaded after the function's module is imported."""
 
     module: str
     file: str | None
@@ -38,12 +38,14 @@ class Job:
 
     @staticmethod
     def of(fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any], last: bool = False) -> Job:
+        """The job of calling ``fn(*args, **kwargs)``."""
         if "<" in fn.__qualname__:
             raise TypeError(f"{fn.__qualname__} cannot run on ranks: it is not at the top of its module")
         file = getattr(sys.modules[fn.__module__], "__file__", None)
         return Job(fn.__module__, file, fn.__qualname__, dump((args, kwargs)), last)
 
     def call(self) -> Any:
+        """Make the call, in the process of a rank."""
         import torch
 
         fn: Any = _module(self.module, self.file)
@@ -55,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of a job on one rank: `error` is None, or the name of the exception's type."""
+    """The result of a job on one rank: `error` is None, or the name of the exception's type."""
 
     error: str | None = None
     message: str = ""
@@ -66,7 +68,7 @@ class Report:
 
 
 def dump(value: Any) -> bytes:
-    """Bytes by torch.save: plain pickle would send tensors as shared memory, which dies with the sender."""
+    """Serialize with torch.save: pickle would send tensors as shared memory, which is freed with the sender."""
     import torch
 
     buffer = io.BytesIO()
@@ -82,7 +84,7 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
     while joined.error is None:
         try:
             job: Job = pipe.recv()
-        except EOFError:  # the parent has let go
+        except EOFError:  # the parent closed the pipe
             _leave(0)
         report = _report(job.call)
         pipe.send(report)
@@ -93,9 +95,9 @@ def serve(pipe: Connection, settings: dict[str, Any]) -> None:
 
 
 def _leave(exit_code: int) -> NoReturn:
-    """Ends the process as Python would, but for the destructors of the last objects.
+    """End the process as Python would, without the destructors of the last objects.
 
-    Where a process group is still alive, those may abort the process, and then the exit code says nothing.
+    Where a process group is still alive, those may abort the process, and then the exit code means nothing.
     """
     import torch.distributed as dist
 
@@ -120,13 +122,13 @@ def _prepare_process(settings: dict[str, Any]) -> None:
     )  # fmt: skip
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    # On this signal, every thread's stack goes to the file: that is how a timeout can say where a rank hangs.
+    # On this signal every thread writes its stack to the file, so that a timeout can show where a rank hangs.
     faulthandler.register(signal.SIGUSR1, file=open(settings["stack_file"], "w"), all_threads=True)  # noqa: SIM115
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """No rank outlives the test session, not even one that hangs in a collective."""
+    """End this rank with the test session, even if it hangs in a collective."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
@@ -149,7 +151,7 @@ def _join_group(settings: dict[str, Any]) -> None:
 
 
 def _report(call: Callable[[], Any]) -> Report:
-    """Runs `call` and reports what came of it. A result that cannot be sent is a failure as well."""
+    """Run `call` and report its result. A result that cannot be serialized is a failure too."""
     start = time.monotonic()
     try:
         value = dump(call())
@@ -173,16 +175,16 @@ def _is_consequence(error: BaseException) -> bool:
 
 
 def _module(name: str, file: str | None) -> ModuleType:
-    """The module, by name if that leads to the same file, otherwise from the file.
+    """Import the module by its name if that is the same file, otherwise from the file.
 
-    How pytest names a test module depends on its import mode, and need not be a name that can be imported.
+    The name that pytest chooses for a test module depends on its import mode and may not be importable.
     """
     try:
         module = importlib.import_module(name)
         if file is None or getattr(module, "__file__", None) == file:
             return module
     except ModuleNotFoundError as error:
-        # A missing module that is not this one nor a parent of it is the test's own affair.
+        # A missing module other than this one and its parents is an error of the test.
         if file is None or error.name is None or not (name + ".").startswith(error.name + "."):
             raise
     spec = importlib.util.spec_from_file_location(name, file)
@@ -194,12 +196,12 @@ def _module(name: str, file: str | None) -> ModuleType:
 
 
 def _clean_up() -> None:
-    """Leaves the process as the next job wants to find it."""
+    """Reset the process for the next job."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
     _reset_defaults()
     gc.collect()
-    gc.freeze()  # what is left stays: modules, mostly, which every later collection would go through again
+    gc.freeze()  # mostly modules, which every later collection would traverse again
 
 
 def _reset_defaults() -> None:

@@ -2,13 +2,13 @@
 
 Two ways to run a function on N ranks:
 
-- `RankPool(n).run(fn, *args, **kwargs)` for what is expected to work. The processes are started once and
-  kept, so that a test costs milliseconds and not the seconds it takes to import torch. Tests get the
+- `RankPool(n).run(fn, *args, **kwargs)` for what is expected to work. The processes start once and serve
+  all calls, so that a test costs milliseconds and not the seconds it takes to import torch. Tests get the
   session's pools from the fixture `ranks`.
-- `spawn_ranks(n, fn, *args, **kwargs)` for what is expected to fail. Fresh processes, which are always
-  ended, and an account of how each of them ended.
+- `spawn_ranks(n, fn, *args, **kwargs)` for what is expected to fail. The processes are new and always
+  terminated; the result says how each of them ended.
 
-`fn` is a module-level function; it is sent by name, and everything else (arguments, results) by value.
+`fn` is a module-level function, sent by name; arguments and results are sent by value.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ from rank_worker import Job, Report, serve
 
 TESTS_DIR = Path(__file__).resolve().parent
 
-os.environ["PARAXIS_CACHE"] = ""  # every plan is made anew
+os.environ["PARAXIS_CACHE"] = ""  # no plan comes from the cache on disk
 
-START_TIMEOUT = 180.0  # seconds for processes to import torch and meet
-GRACE = 2.0  # seconds the other ranks get to report, once one has failed
-EXIT_GRACE = 10.0  # seconds between the end of a rank's function and the end of its process
+START_TIMEOUT = 180.0
+"""Seconds for the processes to import torch and join the group."""
+GRACE = 2.0
+"""Seconds the other ranks have to report once one has failed."""
+EXIT_GRACE = 10.0
+"""Seconds from the end of a rank's function to the end of its process."""
 
 
 class RankError(RuntimeError):
-    """A rank failed. `rank`, `type_name`, `message` and `remote_traceback` say which one, and how."""
+    """A rank failed: `rank`, with the exception `type_name`, `message` and `remote_traceback`."""
 
     def __init__(self, rank: int, report: Report, note: str = "") -> None:
         self.rank = rank
@@ -55,22 +58,22 @@ class RankError(RuntimeError):
 
 
 class RankTimeout(RuntimeError):
-    """Some ranks did not finish in time. `ranks` lists them; the message shows where each of them was."""
+    """Some ranks did not finish in time: `ranks`. The message shows the stack of each."""
 
     def __init__(self, ranks: list[int], seconds: float, stacks: dict[int, str]) -> None:
         self.ranks = ranks
         self.stacks = stacks
         where = "\n".join(f"--- rank {rank} ---\n{stacks.get(rank, '(no stack)')}" for rank in ranks)
-        super().__init__(f"ranks {ranks} did not finish within {seconds:g} s; they were here:\n{where}")
+        super().__init__(f"ranks {ranks} did not finish within {seconds:g} s; their stacks:\n{where}")
 
 
 @dataclass(frozen=True)
 class RankOutcome:
     """How one rank of `spawn_ranks` ended.
 
-    `error` is None where `fn` returned (then `value` is what it returned), otherwise the name of the
-    exception's type, or "hung" for a rank that had to be killed (`message` shows where it was), or "died" for
-    one that ended without a word. `seconds` is the time from the start of `fn`.
+    `error` is None if `fn` returned (then `value` is its result). Otherwise it is the name of the exception's type,
+    "hung" for a rank that had to be killed (`message` shows its stack), or "died" for a process that ended without
+    a report. `seconds` is the time from the start of `fn`.
     """
 
     exit_code: int | None
@@ -81,35 +84,37 @@ class RankOutcome:
 
     @property
     def hung(self) -> bool:
+        """Whether the rank had to be killed."""
         return self.error == "hung"
 
 
 class RankPool:
-    """`world_size` processes, started when first needed and kept until `close`."""
+    """`world_size` processes, started by the first `run` and reused until `close`."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._gang: _Gang | None = None
+        self._workers: _Workers | None = None
 
     @property
     def alive(self) -> bool:
-        return self._gang is not None
+        """Whether the processes are running."""
+        return self._workers is not None
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 180.0, **kwargs: Any) -> list[Any]:
-        """Calls `fn(*args, **kwargs)` on every rank and returns the results, in the order of the ranks.
+        """Call `fn(*args, **kwargs)` on every rank and return the results, in the order of the ranks.
 
         The default process group is all ranks. Every job starts with seed 0, float32 as default dtype and
-        gradients enabled. Raises `RankError` with the traceback of the rank that is to blame, or
-        `RankTimeout`. After either, the processes are thrown away, for the ranks may be out of step; the next
+        gradients enabled. Raises `RankError` with the traceback of the rank that failed first, or
+        `RankTimeout`. After either the processes are killed, since the ranks may be out of step, and the next
         `run` starts new ones.
         """
         job = Job.of(fn, args, kwargs)
-        if self._gang is None:
-            self._gang = _Gang(self.world_size)
+        if self._workers is None:
+            self._workers = _Workers(self.world_size)
         finished = False
         try:
-            self._gang.submit(job)
-            reports = self._gang.collect(timeout, stop_at_failure=True)
+            self._workers.submit(job)
+            reports = self._workers.collect(timeout, stop_at_failure=True)
             self._raise_failure(reports, timeout)
             results = [_load(reports[rank].value) for rank in range(self.world_size)]
             finished = True
@@ -119,17 +124,17 @@ class RankPool:
                 self.close()
 
     def close(self) -> None:
-        """Ends the processes."""
-        if self._gang is not None:
-            self._gang.kill()
-            self._gang = None
+        """Kill the processes."""
+        if self._workers is not None:
+            self._workers.kill()
+            self._workers = None
 
     def _raise_failure(self, reports: dict[int, Report], timeout: float) -> None:
-        assert self._gang is not None
+        assert self._workers is not None
         failed = {rank: report for rank, report in sorted(reports.items()) if report.error is not None}
         missing = [rank for rank in range(self.world_size) if rank not in reports]
         if failed:
-            # A rank that lost its peer has failed too, but the peer knows why.
+            # A rank that lost its peer fails too, but the peer has the cause.
             rank = min(failed, key=lambda rank: (failed[rank].is_consequence, rank))
             others = "; ".join(
                 [f"rank {r} also raised {failed[r].error}" for r in failed if r != rank]
@@ -137,7 +142,7 @@ class RankPool:
             )
             raise RankError(rank, failed[rank], others)
         if missing:
-            raise RankTimeout(missing, timeout, self._gang.stacks(missing))
+            raise RankTimeout(missing, timeout, self._workers.stacks(missing))
 
 
 def spawn_ranks(
@@ -148,23 +153,23 @@ def spawn_ranks(
     group_timeout: float = 1800.0,
     **kwargs: Any,
 ) -> list[RankOutcome]:
-    """Calls `fn(*args, **kwargs)` on `n` fresh ranks and tells how each of them ended, whatever they do.
+    """Call `fn(*args, **kwargs)` on `n` new ranks and return how each of them ended, whatever they do.
 
     A rank whose function raises exits at once with code 1, so that its peers see what they would see in a
-    real job. Ranks that are still there `timeout` seconds after the start of `fn` are killed. `group_timeout`
-    is the timeout of the process group's own collectives.
+    real job. Ranks that still run `timeout` seconds after the start of `fn` are killed. `group_timeout`
+    is the timeout of the process group's collectives.
     """
     job = Job.of(fn, args, kwargs, last=True)
-    gang = _Gang(n, group_timeout=group_timeout)
+    workers = _Workers(n, group_timeout=group_timeout)
     try:
-        gang.submit(job)
-        reports = gang.collect(timeout, stop_at_failure=False)
+        workers.submit(job)
+        reports = workers.collect(timeout, stop_at_failure=False)
         hung = [rank for rank in range(n) if rank not in reports]
-        stacks = gang.stacks(hung)
-        gang.join([rank for rank in range(n) if rank in reports], EXIT_GRACE)
-        exit_codes = [gang.exit_code(rank) for rank in range(n)]
+        stacks = workers.stacks(hung)
+        workers.join([rank for rank in range(n) if rank in reports], EXIT_GRACE)
+        exit_codes = [workers.exit_code(rank) for rank in range(n)]
     finally:
-        gang.kill()
+        workers.kill()
     return [_outcome(reports.get(rank), exit_codes[rank], timeout, stacks.get(rank, "")) for rank in range(n)]
 
 
@@ -182,12 +187,12 @@ def _load(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-class _Gang:
-    """The processes of one world: starts them, hands them jobs, hears their reports, ends them."""
+class _Workers:
+    """The processes of one world: starts them, sends them jobs, receives their reports, kills them."""
 
     def __init__(self, world_size: int, group_timeout: float = 1800.0) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="ranks-")
-        # The parent hosts the store: its port is known before any rank starts, so nothing can race for it.
+        # The parent hosts the store: its port is bound before any rank starts, so no rank races for one.
         self._store = dist.TCPStore(
             "127.0.0.1",
             0,
@@ -230,6 +235,7 @@ class _Gang:
         self._pipes.append(ours)
 
     def submit(self, job: Job) -> None:
+        """Send a job to every rank."""
         self._job_started = time.monotonic()
         for pipe in self._pipes:
             try:
@@ -238,16 +244,16 @@ class _Gang:
                 pass  # the rank is dead; collect() will say so
 
     def collect(self, timeout: float, stop_at_failure: bool) -> dict[int, Report]:
-        """One report per rank, as far as they come within `timeout` seconds."""
+        """The reports by rank that arrive within `timeout` seconds."""
         reports: dict[int, Report] = {}
         deadline = time.monotonic() + timeout
         while len(reports) < len(self._pipes):
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in reports}
-            heard = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not heard:
+            pending = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in reports}
+            readable = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+            if not readable:
                 break
-            for pipe in heard:
-                rank = waiting[pipe]  # type: ignore[index]
+            for pipe in readable:
+                rank = pending[pipe]  # type: ignore[index]
                 reports[rank] = self._receive(rank)
                 if stop_at_failure and reports[rank].error is not None:
                     deadline = min(deadline, time.monotonic() + GRACE)
@@ -262,7 +268,7 @@ class _Gang:
             return Report(error="died", message=message, seconds=time.monotonic() - self._job_started)
 
     def stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Where each of these ranks is now: the stacks of all its threads, the main thread's last."""
+        """The current stacks of all threads of these ranks, the main thread's last."""
         for rank in ranks:
             process = self._processes[rank]
             if process.is_alive() and process.pid is not None and self._stack_file(rank).exists():
@@ -276,15 +282,17 @@ class _Gang:
         return Path(self._scratch.name) / f"rank{rank}.stack"
 
     def join(self, ranks: list[int], timeout: float) -> None:
+        """Wait for the processes of these ranks to end."""
         deadline = time.monotonic() + timeout
         for rank in ranks:
             self._processes[rank].join(max(0.0, deadline - time.monotonic()))
 
     def exit_code(self, rank: int) -> int | None:
+        """The exit code, or None while the process runs."""
         return self._processes[rank].exitcode
 
     def kill(self) -> None:
-        """Ends what is still running, by SIGKILL: a rank inside a collective listens to nothing else."""
+        """Send SIGKILL to what still runs: a rank inside a collective reacts to nothing else."""
         for process in self._processes:
             if process.is_alive():
                 process.kill()

@@ -1,4 +1,4 @@
-"""Every error a user can run into: provoked in real ranks, all of which must end, soon, and say what to do."""
+"""Errors that users meet, provoked on real ranks: every rank must end soon and say what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import long
 from models.compare import batch, context, parallel
 from models.tiny import save
 from torch import nn
@@ -17,7 +16,8 @@ from torch import nn
 from paraxis.layers import ColumnParallelLinear
 from ranks import RankOutcome, spawn_ranks
 
-SECONDS = 60.0  # generous: a loaded machine imports torch and transformers in this time too
+SECONDS = 60.0
+"""Generous: a loaded machine imports torch and transformers in this time too."""
 
 
 def fails(fn: Any, *args: Any, world: int = 2, **options: Any) -> list[RankOutcome]:
@@ -34,8 +34,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(checkpoint: Path, tmp_path: Path) -> Path:
-    """A checkpoint to spoil."""
+def checkpoint_copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint, to be corrupted."""
     for file in checkpoint.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -67,54 +67,54 @@ def edit_config(folder: Path, **fields: Any) -> None:
     path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
 
 
-def test_process_group_not_initialized(checkpoint: Path) -> None:
+def test_missing_process_group_names_torchrun(checkpoint: Path) -> None:
     for outcome in fails(load_without_a_group, str(checkpoint)):
         assert outcome.error == "RuntimeError"
         assert "torchrun" in outcome.message and "init_process_group" in outcome.message
 
 
-def test_transformers_too_old(checkpoint: Path) -> None:
+def test_old_transformers_is_an_import_error(checkpoint: Path) -> None:
     for outcome in fails(load_with_old_transformers, str(checkpoint)):
         assert outcome.error == "ImportError"
         assert "Found an incompatible version of transformers. Found version 4.49.0" in outcome.message
 
 
-def test_sizes_that_do_not_divide() -> None:
-    """A layer made by hand is split evenly or not at all; ``parallelize_model`` splits unevenly where it must."""
+def test_indivisible_size_names_layer_and_dimension() -> None:
+    """A layer built directly is sharded evenly or not at all; ``parallelize_model`` shards unevenly where it must."""
     for outcome in fails(make_a_layer, 10, world=4):
         assert outcome.error == "ValueError"
         assert "10 is not divisible by 4, " in outcome.message
         assert "`ColumnParallelLinear`" in outcome.message and "output dimension" in outcome.message
 
 
-@long
-def test_no_architectures(copy: Path) -> None:
-    edit_config(copy, architectures=None)
-    for outcome in fails(load, str(copy)):
+@pytest.mark.long
+def test_config_without_architectures_is_a_checkpoint_error(checkpoint_copy: Path) -> None:
+    edit_config(checkpoint_copy, architectures=None)
+    for outcome in fails(load, str(checkpoint_copy)):
         assert outcome.error == "CheckpointError" and "architectures" in outcome.message
 
 
-def test_a_class_that_transformers_does_not_have(copy: Path) -> None:
-    edit_config(copy, architectures=["LlamaForTelepathy"])
-    for outcome in fails(load, str(copy)):
+def test_unknown_model_class_is_a_checkpoint_error(checkpoint_copy: Path) -> None:
+    edit_config(checkpoint_copy, architectures=["LlamaForTelepathy"])
+    for outcome in fails(load, str(checkpoint_copy)):
         assert outcome.error == "CheckpointError" and "LlamaForTelepathy" in outcome.message
 
 
-def test_no_safetensors(copy: Path) -> None:
-    (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
-    for outcome in fails(load, str(copy)):
+def test_checkpoint_without_safetensors_says_how_to_convert(checkpoint_copy: Path) -> None:
+    (checkpoint_copy / "model.safetensors").rename(checkpoint_copy / "pytorch_model.bin")
+    for outcome in fails(load, str(checkpoint_copy)):
         assert outcome.error == "CheckpointError"
         assert "pytorch_model.bin" in outcome.message and "save_pretrained" in outcome.message
 
 
-def test_missing_parameters_and_other_shapes(copy: Path) -> None:
+def test_missing_parameters_and_wrong_shapes_are_all_listed(checkpoint_copy: Path) -> None:
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(copy / "model.safetensors")
+    tensors = load_file(checkpoint_copy / "model.safetensors")
     del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
     tensors["lm_head.weight"] = tensors["lm_head.weight"][:200].clone()
-    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
-    for outcome in fails(load, str(copy)):
+    save_file(tensors, checkpoint_copy / "model.safetensors", metadata={"format": "pt"})
+    for outcome in fails(load, str(checkpoint_copy)):
         assert outcome.error == "CheckpointError"
         for text in (
             "model.norm.weight",
@@ -127,14 +127,14 @@ def test_missing_parameters_and_other_shapes(copy: Path) -> None:
 
 
 class Misfit(nn.Module):
-    """A forward that cannot run, whatever the data."""
+    """A forward that fails for every input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + x[:, :3]  # the line to be named
+        return self.linear(x) + x[:, :3]  # the error must quote this line
 
 
 def load_misfit() -> None:
@@ -144,7 +144,7 @@ def load_misfit() -> None:
     parallelize_model(Misfit(), context(), example_inputs=torch.ones(2, 8))
 
 
-def test_capture_failed() -> None:
+def test_capture_error_quotes_the_failing_line() -> None:
     for outcome in fails(load_misfit):
         assert outcome.error == "CaptureError"
         assert "test_errors.py" in outcome.message and "return self.linear(x) + x[:, :3]" in outcome.message
@@ -157,26 +157,26 @@ def differing_weights() -> None:
     parallelize_model(nn.Linear(8, 8), context(), example_inputs=torch.ones(2, 8))
 
 
-def test_ranks_with_different_weights() -> None:
+def test_ranks_with_different_weights_are_refused() -> None:
     for outcome in fails(differing_weights):
         assert outcome.error == "CheckpointError" and "different values" in outcome.message
 
 
-def call_with_other_shapes(folder: str) -> None:
+def call_with_different_shapes(folder: str) -> None:
     model, _ = parallel(folder)
     ids, _ = batch(256, rows=2, length=6 + dist.get_rank())
     with torch.no_grad():
         model(input_ids=ids)
 
 
-def test_ranks_that_compile_different_graphs(checkpoint: Path) -> None:
-    for outcome in fails(call_with_other_shapes, str(checkpoint)):
+def test_ranks_that_compile_different_graphs_show_both(checkpoint: Path) -> None:
+    for outcome in fails(call_with_different_shapes, str(checkpoint)):
         assert outcome.error == "RuntimeError"
         assert "different graphs" in outcome.message and "(2, 6)" in outcome.message and "(2, 7)" in outcome.message
 
 
-def compile_alone(folder: str) -> None:
-    """Only the first rank meets a new shape; the second repeats a known one."""
+def recompile_on_one_rank(folder: str) -> None:
+    """Only the first rank has a new shape and recompiles; the second calls compiled code."""
     model, _ = parallel(folder, sync_timeout=5)
     ids, _ = batch(256)
     with torch.no_grad():
@@ -184,15 +184,15 @@ def compile_alone(folder: str) -> None:
         model(input_ids=ids[:, : 10 - 3 * (dist.get_rank() == 0)])
 
 
-def test_a_rank_that_compiles_alone(checkpoint: Path) -> None:
-    first, second = fails(compile_alone, str(checkpoint), group_timeout=8)
+def test_recompilation_on_one_rank_times_out_on_all(checkpoint: Path) -> None:
+    first, second = fails(recompile_on_one_rank, str(checkpoint), group_timeout=8)
     assert "compiling" in first.message and "rank 1" in first.message and "5 s" in first.message
     assert second.error == "CollectiveError", second
     assert "rank 1 of 2" in second.message and "all_reduce" in second.message
 
 
 def leave_early(folder: str) -> None:
-    """The second rank skips a call that both have compiled."""
+    """The second rank skips a call for which both have compiled code."""
     model, _ = parallel(folder)
     ids, _ = batch(256)
     with torch.no_grad():
@@ -206,7 +206,7 @@ def leave_early(folder: str) -> None:
             raise RuntimeError("left early")
 
 
-def test_a_collective_that_times_out(checkpoint: Path) -> None:
+def test_timed_out_collective_names_rank_and_operation(checkpoint: Path) -> None:
     first, second = fails(leave_early, str(checkpoint), group_timeout=5)
     assert first.error == "CollectiveError" and "rank 0 of 2" in first.message and "all_reduce" in first.message
     assert "left early" in second.message

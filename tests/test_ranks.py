@@ -1,4 +1,4 @@
-"""The pool of ranks itself: it computes together, says which rank failed and why, and never hangs."""
+"""The pool of ranks: it runs collectives, reports which rank failed and why, and never hangs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ranks import RankError, RankPool, RankTimeout, spawn_ranks
 
 @dataclass
 class Sum:
-    """A class of this module: what ranks send and receive may be of such classes."""
+    """A class of this module: arguments and results of jobs may be instances of it."""
 
     value: torch.Tensor
     pid: int
@@ -51,7 +51,7 @@ def loses_its_peer() -> None:
     raise dist.DistBackendError("the consequence")
 
 
-def leaves_a_mess() -> None:
+def changes_defaults() -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
     torch.rand(3)
@@ -61,7 +61,7 @@ def state() -> tuple[torch.dtype, bool, torch.Tensor, int]:
     return torch.get_default_dtype(), torch.is_grad_enabled(), torch.rand(3), torch.get_num_threads()
 
 
-def unsendable() -> object:
+def returns_a_lambda() -> object:
     return lambda: None
 
 
@@ -74,26 +74,26 @@ def pool(ranks: Callable[[int], RankPool]) -> RankPool:
     return ranks(2)
 
 
-def test_all_reduce(pool: RankPool) -> None:
+def test_ranks_compute_an_all_reduce(pool: RankPool) -> None:
     results = pool.run(summed, torch.tensor([1.0, 2.0]), scale=10.0)
     assert [result.value.tolist() for result in results] == [[21.0, 41.0]] * 2
     assert results[0].pid != results[1].pid
 
 
-def test_processes_are_kept(pool: RankPool) -> None:
+def test_jobs_reuse_the_processes(pool: RankPool) -> None:
     first, second = (pool.run(summed, torch.zeros(1)) for _ in range(2))
     assert [result.pid for result in first] == [result.pid for result in second]
 
 
-def test_jobs_start_clean(pool: RankPool) -> None:
+def test_every_job_starts_with_the_default_state(pool: RankPool) -> None:
     before = pool.run(state)
-    pool.run(leaves_a_mess)
+    pool.run(changes_defaults)
     after = pool.run(state)
     assert [result[:2] + result[3:] for result in after] == [(torch.float32, True, 1)] * 2
     assert all(torch.equal(a[2], b[2]) for a, b in zip(before, after))
 
 
-def test_error_of_one_rank_is_reported_and_the_pool_recovers(pool: RankPool) -> None:
+def test_error_of_one_rank_is_raised_and_the_pool_recovers(pool: RankPool) -> None:
     with pytest.raises(RankError, match="seven is not a prime") as caught:
         pool.run(fails_on_one, 1)
     assert (caught.value.rank, caught.value.type_name) == (1, "ValueError")
@@ -102,40 +102,40 @@ def test_error_of_one_rank_is_reported_and_the_pool_recovers(pool: RankPool) -> 
     assert pool.run(summed, torch.zeros(1))[0].value.item() == 1.0
 
 
-def test_the_cause_is_told_from_its_consequence(pool: RankPool) -> None:
+def test_the_cause_is_raised_and_not_its_consequence(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 1 raised ValueError: the cause"):
         pool.run(loses_its_peer)
 
 
-def test_hang_is_timed_out_with_the_place(pool: RankPool) -> None:
+def test_timeout_shows_the_stack_of_the_rank_that_hangs(pool: RankPool) -> None:
     with pytest.raises(RankTimeout, match="in hangs_on_one") as caught:
         pool.run(hangs_on_one, 1, timeout=1.0)
     assert caught.value.ranks == [0]
     assert pool.run(summed, torch.zeros(1))[1].value.item() == 1.0
 
 
-def test_death_of_a_rank_is_reported(pool: RankPool) -> None:
+def test_rank_that_exits_is_reported_with_its_exit_code(pool: RankPool) -> None:
     with pytest.raises(RankError, match="rank 1 died: .* exit code 7"):
         pool.run(dies_on_one, 1)
 
 
-def test_result_that_cannot_be_sent(pool: RankPool) -> None:
+def test_result_that_cannot_be_pickled_is_an_error(pool: RankPool) -> None:
     with pytest.raises(RankError, match="pickle"):
-        pool.run(unsendable)
+        pool.run(returns_a_lambda)
 
 
-def test_only_functions_of_a_module_can_be_sent(pool: RankPool) -> None:
+def test_lambda_cannot_run_on_ranks(pool: RankPool) -> None:
     with pytest.raises(TypeError, match="not at the top of its module"):
         pool.run(lambda: None)
 
 
-def test_spawn_ranks_that_return() -> None:
+def test_spawn_ranks_returns_exit_codes_and_values() -> None:
     outcomes = spawn_ranks(2, summed, torch.ones(1))
     assert [(outcome.exit_code, outcome.error) for outcome in outcomes] == [(0, None)] * 2
     assert outcomes[1].value.value.item() == 3.0
 
 
-def test_spawn_ranks_of_which_one_fails() -> None:
+def test_spawn_ranks_reports_the_rank_that_raises() -> None:
     survivor, culprit = spawn_ranks(2, fails_on_one, 1, timeout=30.0)
     assert (culprit.exit_code, culprit.error) == (1, "ValueError")
     assert "seven is not a prime" in culprit.message
@@ -143,12 +143,12 @@ def test_spawn_ranks_of_which_one_fails() -> None:
     assert survivor.seconds < 10.0
 
 
-def test_spawn_ranks_of_which_one_dies() -> None:
+def test_spawn_ranks_reports_the_rank_that_exits() -> None:
     culprit = spawn_ranks(2, dies_on_one, 1, timeout=30.0)[1]
     assert (culprit.exit_code, culprit.error) == (7, "died")
 
 
-def test_spawn_ranks_that_hang_are_ended() -> None:
+def test_spawn_ranks_kills_ranks_that_hang() -> None:
     start = time.monotonic()
     outcomes = spawn_ranks(2, sleeps, 600.0, timeout=1.0)
     assert all(outcome.hung and "in sleeps" in outcome.message for outcome in outcomes)
