@@ -14,7 +14,7 @@ _EXPORTS = {
     "parallelize_model": "api",
     "plan_model": "plan.make",
     "warm_up": "runtime.warming",
-    "no_sync": "data_parallel.setup",
+    "no_sync": "data_parallel",
     "save_state": "weights.state",
     "load_state": "weights.state",
     "explain_plan": "plan.explain",
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from .capture import CaptureError
     from .config import Config
     from .context import ParallelExecutionCtx
-    from .data_parallel.setup import no_sync
+    from .data_parallel import no_sync
     from .errors import CheckpointError, CollectiveError, UnsoundRuleError
     from .placement import ensure_divisibility
     from .plan import Plan

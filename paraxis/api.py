@@ -15,7 +15,7 @@ from torch import nn
 
 from .config import RENAMED, Config
 from .context import ParallelExecutionCtx
-from .data_parallel.setup import check_option
+from .data_parallel import check_option
 from .distributed.consensus import all_gather_object, on_all_ranks
 from .errors import CheckpointError
 from .plan.make import make_plan
@@ -181,9 +181,9 @@ def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module
         raise RuntimeError("this model is already parallel: call parallelize_model on a model once")
     if dtype is not None and not isinstance(dtype, str):
         model.to(dtype)
-    ctx.plan, ctx.compile_times, ctx.grad_reducer = None, 0, None
-    ctx.example_inputs, ctx.last_optimized_graph_module, ctx.repeats = [], None, {}
-    ctx.conversions = []
+    ctx.plan, ctx.compile_times, ctx.state.grad_reducer = None, 0, None
+    ctx.example_inputs, ctx.last_optimized_graph_module, ctx.state.repeats = [], None, {}
+    ctx.state.conversions = []
     ctx.parallel_layer_cache.clear()
     ctx.param_cache.clear()
     ctx.param_cache.update(attach_parameter_meta(model, ctx.current_device, ctx.tp_group))
@@ -197,15 +197,15 @@ def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, reme
     """
     ctx.weight_map = collect_weight_map(folder)
     prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
-    keys, ctx.conversions = match(model, ctx.param_cache, tied, ctx.weight_map, remember=remember, keep=ctx.is_first)
-    stored = {*keys, *(name for conversion in ctx.conversions for name in conversion.targets)}
+    keys, ctx.state.conversions = match(model, ctx.param_cache, tied, ctx.weight_map, remember=remember, keep=ctx.is_first)
+    stored = {*keys, *(name for conversion in ctx.state.conversions for name in conversion.targets)}
     absent = [name for name in ctx.param_cache if name not in stored]
     made_up = new_head(model, absent, stored)
     unsaved = [*left_out(model, absent), *made_up]
     for name in unsaved:
         _meta(ctx.param_cache[name]).init_fn = as_the_model_does(model, name)
     expected = {name: p for name, p in ctx.param_cache.items() if name not in unsaved}
-    check_checkpoint(expected, keys, ctx.weight_map, tied, ctx.conversions)
+    check_checkpoint(expected, keys, ctx.weight_map, tied, ctx.state.conversions)
     for name, key in keys.items():
         _meta(ctx.param_cache[name]).mapping = {HashableSlice(): ParameterSlice(source=key)}
     load_buffers(model, ctx.weight_map, prefix)

@@ -1,7 +1,7 @@
-"""The mesh of a parallelization: ranks that split every tensor between them, beside ranks that work on other data.
+"""The device mesh: tensor-parallel ranks, which shard every tensor, and data-parallel ranks, which run other batches.
 
-A mesh has a dimension ``tp``, over which the model is split, and may have a dimension ``dp``, over which it is repeated
-with other batches. Loading, saving and agreeing concern all its ranks; a forward pass those of one ``tp`` group.
+A mesh has a dimension ``tp``, over which the model is sharded, and may have a dimension ``dp``, over which it is
+replicated with other batches. All ranks load, save and compare plans together; a forward pass is one ``tp`` group's.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 TP, DP = "tp", "dp"
-HOW = (
+MESH_HINT = (
     "make one with init_device_mesh(device_type, (DP, TP), mesh_dim_names=('dp', 'tp')), where DP × TP is the number "
     "of ranks and either may be 1"
 )
+"""What to do, for errors about meshes."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,10 @@ class Groups:
     """The process groups of a mesh.
 
     Attributes:
-        tp: The ranks that split a tensor with this one.
-        dp: The ranks that hold the same part of the model as this one; None without such a dimension.
+        tp: The tensor-parallel ranks: those that a tensor is sharded over.
+        dp: The data-parallel ranks: those with the same shards as this one; None without such a dimension.
         world_group: All ranks of the mesh.
-        coordinates: For every rank of ``world_group``, in order, its place along ``dp`` and along ``tp``.
+        coordinates: For every rank of ``world_group``, in order, its index along ``dp`` and along ``tp``.
     """
 
     tp: dist.ProcessGroup
@@ -40,19 +41,19 @@ def groups_of(mesh: DeviceMesh) -> Groups:
     """The groups of a mesh with the dimensions ``tp`` and, perhaps, ``dp``.
 
     Raises:
-        ValueError: It has others, or lacks ``tp``, or does not have all ranks; on all of them, as all have the same.
+        ValueError: It has other dimensions, lacks ``tp``, or does not have all ranks. Raised on all ranks.
     """
     names, shape = mesh.mesh_dim_names or (), tuple(mesh.shape)
     seen = f"the mesh has the dimensions {dict(zip(names, shape))}" if names else f"a mesh of {shape} has no names"
     if TP not in names:
-        raise ValueError(f"{seen}, and no dimension 'tp' to split the model over: {HOW}.")
+        raise ValueError(f"{seen}, and no dimension 'tp' to shard the model over: {MESH_HINT}.")
     others = [name for name in names if name not in (DP, TP)]
     if others:
-        kept = ", ".join(repr(name) for name in names if name in (DP, TP))
-        raise ValueError(f"{seen}; Paraxis uses 'dp' and 'tp' alone. Pass the part that has these: mesh[{kept}].")
+        known = ", ".join(repr(name) for name in names if name in (DP, TP))
+        raise ValueError(f"{seen}; Paraxis uses 'dp' and 'tp' only. Pass the submesh of these: mesh[{known}].")
     world, root = dist.get_world_size(), mesh._get_root_mesh()
     if root.size() != world:
-        raise ValueError(f"{seen}, which are {root.size()} ranks, but there are {world}: {HOW}.")
+        raise ValueError(f"{seen}, which are {root.size()} ranks, but there are {world}: {MESH_HINT}.")
     return Groups(
         tp=mesh.get_group(TP),
         dp=mesh.get_group(DP) if DP in names else None,

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..tensor.parameter_meta import ParameterMeta
-from ..tensor.sharded_tensor import ShardedTensor, times_given
+from ..tensor.sharded_tensor import ShardedTensor, shards_version
 
 _registrations = 0
 _counting = False
@@ -97,12 +97,12 @@ class HeldShards:
 
     def shards(self) -> list[torch.Tensor]:
         """All of them; ``ParametersReplaced`` if their form is another than before."""
-        if self._seen != times_given():
+        if self._seen != shards_version():
             now: list[torch.Tensor] = [p._local for p in self._parameters]  # type: ignore[attr-defined]
             found = [form_of(shard) for shard in now]
             if self._forms is not None and found != self._forms:
                 raise ParametersReplaced("a parameter has a shard of another form than its program was made for")
-            self._held, self._forms, self._seen = now, found, times_given()
+            self._held, self._forms, self._seen = now, found, shards_version()
         return self._held
 
 

@@ -29,7 +29,7 @@ from ..optimize.decode_kernels import use_decode_kernels
 from ..optimize.fuse_rope_kv_write import fuse_rope_kv_write, merge_cache_counters
 from ..optimize.prefill import drop_causal_masks, is_prefill, merge_narrow_linears, move_scalars_to_device
 from ..optimize.single_query_attention import decompose_single_query_attention
-from ..tensor.sharded_tensor import ShardedTensor, shards_of, unwrap
+from ..tensor.sharded_tensor import ShardedTensor, override_shards, unwrap
 from .cuda_graphs import CUDAGraphRunner, on_device, pool_of
 from .guards import HeldShards, ParametersReplaced, form_of, picker, with_same_parameters
 from .stride_guard import KnownShards
@@ -311,7 +311,7 @@ def _is_plain(layer: nn.Module) -> bool:
 def _layer_call(layer: nn.Module, held: list[Any], name: str) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
         count = len(args) - len(held)
-        with shards_of(held, args[count:]):
+        with override_shards(held, args[count:]):
             return layer(*args[:count])
 
     call.__name__ = call.__qualname__ = name.replace(".", "_")

@@ -17,7 +17,7 @@ from ..context import ParallelExecutionCtx
 from ..distributed.collectives import broadcast
 from ..integrations.peft import has_adapters, save_adapters
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.unshard import keeping
+from ..tensor.unshard import unsharded_for_inference
 from ..weights.save import save_checkpoint
 from .backend import CompiledCall
 from .redirect_forward import compiled_call_of, model_copier, redirect_forward
@@ -83,7 +83,7 @@ def _agreeing(generate: Callable[..., Any], model: nn.Module, ctx: ParallelExecu
             torch.cuda.set_rng_state(
                 broadcast(torch.cuda.get_rng_state(device).to(carrier), ctx.tp_group).cpu(), device
             )
-        with keeping(p for p in model.parameters() if isinstance(p, ShardedTensor)):
+        with unsharded_for_inference(p for p in model.parameters() if isinstance(p, ShardedTensor)):
             return generate(*args, **kwargs)
 
     return same_draws

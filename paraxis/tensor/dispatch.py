@@ -1,8 +1,8 @@
 """Operators on sharded tensors outside a compiled graph.
 
-What an optimizer, a hook or a curious user does to parameters, gradients and results. Elementwise operators run on the
-shards; norms and the scaling of gradients have their own ways; then the rules that the planner has; all else is
-gathered and computed whole, with a warning.
+This is what optimizers, hooks and users do to parameters, gradients and results. Elementwise operators run on the
+shards; norms and the unscaling of gradients have implementations of their own; then come the planner's rules. For any
+other operator the tensors are gathered and it is computed replicated, with a warning.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def dispatch(func: Any, args: Any, kwargs: Any, sharded: list[ShardedTensor]) ->
     result = norms(func, args, kwargs)
     result = unscale(func, args, kwargs) if result is NotImplemented else result
     result = dispatch_by_rule(func, args, kwargs) if result is NotImplemented else result
-    return _on_the_whole(func, args, kwargs) if result is NotImplemented else result
+    return _replicated(func, args, kwargs) if result is NotImplemented else result
 
 
 _LIKE = {
@@ -48,10 +48,10 @@ _LIKE = {
     aten.fill_.Scalar,
 }
 _SAME = {aten.detach.default, aten.alias.default}
-"""What gives the same tensor under another name, parameter metadata and all."""
+"""Operators that return the same tensor as a new object, parameter metadata included."""
 _REDUCING_FOREACH = ("norm", "max")
 _FUSED = ("_fused_adam", "_fused_sgd", "_fused_adagrad")
-"""Steps of optimizers in one operator."""
+"""Fused steps of optimizers."""
 
 
 def _is_elementwise(func: Any) -> bool:
@@ -77,9 +77,9 @@ def _runs_on_shards(func: Any, args: Any, kwargs: Any, sharded: list[ShardedTens
     if not _is_elementwise(func) or torch.Tag.nondeterministic_seeded in func.tags:
         return False
     if any(not isinstance(x, ShardedTensor) and x.ndim for x in _writes(func, args, kwargs)):
-        return False  # a whole tensor is written to: a slice of it will not do
+        return False  # it writes to a replicated tensor: a slice of the result is not enough
     if func._schema.name.startswith("aten::_f"):
-        return all(_alike(row) for row in _rows(args))
+        return all(_same_placement(row) for row in _rows(args))
     first = sharded[0]
     if len(sharded) == 1 and func in _SAME:
         return True
@@ -95,8 +95,8 @@ def _rows(args: Any) -> list[tuple[Any, ...]]:
     return list(zip(*lists, strict=True)) if len({len(x) for x in lists}) == 1 else [tuple(pytree.tree_leaves(lists))]
 
 
-def _alike(row: tuple[Any, ...]) -> bool:
-    """Whether one operation of the lists may run on shards: sharded alike, or plain with the same shape."""
+def _same_placement(row: tuple[Any, ...]) -> bool:
+    """Whether one operation of the lists may run on shards: one placement, or plain tensors of the same shape."""
     big = [x for x in row if isinstance(x, torch.Tensor) and x.ndim]
     sharded = [x for x in big if isinstance(x, ShardedTensor)]
     return not sharded or (
@@ -105,7 +105,7 @@ def _alike(row: tuple[Any, ...]) -> bool:
 
 
 def _foreach_on_shards(func: Any, args: Any, kwargs: Any) -> Any:
-    """A ``foreach`` operator: results have the placement of the arguments at the same place in the lists."""
+    """A ``foreach`` operator: results have the placement of the arguments at the same position in the lists."""
     likes = [next((x for x in row if isinstance(x, ShardedTensor)), None) for row in _rows(args)]
 
     def local(x: Any, like: ShardedTensor | None) -> Any:
@@ -160,7 +160,7 @@ def _on_shards(func: Any, args: Any, kwargs: Any, like: ShardedTensor) -> Any:
 
 
 class GatheredView(torch.Tensor):
-    """What a view of a sharded tensor is outside a compiled graph: a copy. Reading is fine; a write would be lost."""
+    """A view of a sharded tensor outside a compiled graph, which is a copy: reading works, a write would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -178,18 +178,18 @@ class GatheredView(torch.Tensor):
 _warned: set[Any] = set()
 
 
-def _on_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Gather, compute whole, and say so once per operator. Writes to a sharded argument go back to its shard."""
+def _replicated(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gather, compute replicated, and warn once per operator. Writes to a sharded argument go back to its shard."""
     if func not in _warned:
         _warned.add(func)
         warnings.warn(
             f"{func} was called on a sharded tensor outside the compiled model: the tensor is gathered first, which "
-            "is correct but slow. Call the model itself, or work on `tensor.to_local()`.",
+            "is correct but slow. Call the model, or work on `tensor.to_local()`.",
             stacklevel=3,
         )
     gathered: list[tuple[ShardedTensor, torch.Tensor]] = []
 
-    def whole(x: Any) -> Any:
+    def gather(x: Any) -> Any:
         if not isinstance(x, ShardedTensor):
             return x.full_tensor() if isinstance(x, DTensor) else x
         for known, full in gathered:
@@ -198,7 +198,7 @@ def _on_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
         gathered.append((x, full_tensor_of(x).clone()))
         return gathered[-1][1]
 
-    full_args, full_kwargs = pytree.tree_map(whole, (args, kwargs))
+    full_args, full_kwargs = pytree.tree_map(gather, (args, kwargs))
     if torch.Tag.nondeterministic_seeded in func.tags:
         tensor = gathered[0][0]
         world_group = getattr(tensor._spec, "world_group", None) or tensor._spec.group
@@ -217,4 +217,5 @@ def _on_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _where(tensor: ShardedTensor) -> Any:
+    """Placement over both kinds of ranks, to compare."""
     return tensor.placement, tensor.dp_shard

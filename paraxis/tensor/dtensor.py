@@ -1,4 +1,4 @@
-"""Sharded tensors as DTensors, which the tools of the PyTorch ecosystem know."""
+"""Sharded tensors as DTensors, which the tools of the PyTorch ecosystem understand."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ..distributed.dp_shard import DPShard
 from ..distributed.mesh import DP, TP
 from ..placement import Layout
 from ..placement import Shard as Sharded
+from .sharding import full_tensor_of
 
 if TYPE_CHECKING:
     from .sharded_tensor import ShardedTensor
@@ -20,38 +21,36 @@ if TYPE_CHECKING:
 
 def as_dtensor(tensor: ShardedTensor) -> DTensor:
     """The same tensor as a DTensor; layouts that DTensor cannot express are gathered and replicated."""
-    from .sharded_tensor import full_tensor_of
-
-    split, group = tensor.dp_shard, tensor._spec.group
-    mesh: Any = split.mesh if split is not None else None
+    dp_shard, group = tensor.dp_shard, tensor._spec.group
+    mesh: Any = dp_shard.mesh if dp_shard is not None else None
     if mesh is None and group is not None:
         mesh = DeviceMesh.from_group(group, tensor.device.type)
     placement = tensor.placement
     layouts = placement.layouts if isinstance(placement, Sharded) else ()
     plain = len(layouts) < 2 and all(_is_plain(layout, tensor.shape[dim]) for dim, layout in layouts)
-    if not plain or (split is not None and not split.within.layouts[0][1].is_even):
+    if not plain or (dp_shard is not None and not dp_shard.placement.layouts[0][1].is_even):
         return DTensor.from_local(
-            full_tensor_of(tensor).detach(), mesh, [Replicate()] * (2 if split else 1), run_check=False
+            full_tensor_of(tensor).detach(), mesh, [Replicate()] * (2 if dp_shard else 1), run_check=False
         )
     local = tensor._local.detach()
-    across = Shard(layouts[0][0]) if layouts else Replicate()
-    if split is None:
-        return DTensor.from_local(local, mesh, [across], run_check=False)
+    over_tp = Shard(layouts[0][0]) if layouts else Replicate()
+    if dp_shard is None:
+        return DTensor.from_local(local, mesh, [over_tp], run_check=False)
     stride = torch.empty(tensor.shape, device="meta").stride()
-    places = _on_mesh(split, across, layouts[0][1].world if layouts else 1)
-    return DTensor.from_local(local, mesh, places, run_check=False, shape=tensor.shape, stride=stride)
+    placements = _on_mesh(dp_shard, over_tp, layouts[0][1].world if layouts else 1)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=tensor.shape, stride=stride)
 
 
 def _is_plain(layout: Layout, size: int) -> bool:
-    """Whether it is what DTensor makes of as many ranks."""
+    """Whether DTensor shards a dimension of this size the same way."""
     return layout.contiguous(size) and layout.is_even
 
 
-def _on_mesh(split: DPShard, across: Any, world: int) -> list[Any]:
-    """The placements over both dimensions of a mesh; DTensor cuts by the first of them first."""
-    names = split.mesh.mesh_dim_names or ()
-    along: Any = Shard(split.dim)
-    if across == along and names.index(DP) < names.index(TP):  # ours are cut by tp first, and each piece by dp
-        along = _StridedShard(split.dim, split_factor=world)
-    places = {DP: along, TP: across}
-    return [places[name] for name in names]
+def _on_mesh(dp_shard: DPShard, over_tp: Any, tp_size: int) -> list[Any]:
+    """The placements over both dimensions of a mesh; DTensor shards over the first of them first."""
+    names = dp_shard.mesh.mesh_dim_names or ()
+    over_dp: Any = Shard(dp_shard.dim)
+    if over_tp == over_dp and names.index(DP) < names.index(TP):  # Paraxis shards over tp first, then over dp
+        over_dp = _StridedShard(dp_shard.dim, split_factor=tp_size)
+    placements = {DP: over_dp, TP: over_tp}
+    return [placements[name] for name in names]

@@ -1,6 +1,6 @@
 """Scaled gradients of sharded parameters: ``torch.amp.GradScaler`` divides them by the scale and looks for infinity.
 
-Every rank does so on what it holds. Infinity on one of them must skip the step on all, so they tell one another.
+Every rank unscales its own shards. Infinity on one rank must skip the step on all of them, hence an all-reduce.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ def unscale(func: Any, args: Any, kwargs: Any) -> Any:
     if func is not UNSCALE:
         return NotImplemented
     names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    gradients, found = given["self"], given["found_inf"]
-    func([x._local if isinstance(x, ShardedTensor) else x for x in gradients], found, given["inv_scale"])
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    gradients, found = arguments["self"], arguments["found_inf"]
+    func([x._local if isinstance(x, ShardedTensor) else x for x in gradients], found, arguments["inv_scale"])
     sharded = [x for x in gradients if isinstance(x, ShardedTensor)]
-    splits = [x.dp_shard.group for x in sharded if x.dp_shard is not None]
-    for group in dict.fromkeys([*splits, *(x._spec.group for x in sharded)]):
+    dp_groups = [x.dp_shard.group for x in sharded if x.dp_shard is not None]
+    for group in dict.fromkeys([*dp_groups, *(x._spec.group for x in sharded)]):
         assert group is not None
         found.copy_(all_reduce(found, group, "max"))
     return None

@@ -1,8 +1,8 @@
-"""Norms of sharded tensors outside of graphs: every element counted once, and no tensor gathered.
+"""Norms of sharded tensors outside of graphs: every element counts once, and no tensor is gathered.
 
-``clip_grad_norm_`` asks for the norms of all gradients at once. Every rank sums up what it holds, an element that lives
-on several ranks in equal parts, and two collectives complete all sums: one over the data-parallel ranks, for what they
-split, and one over the tensor-parallel ranks.
+``clip_grad_norm_`` asks for the norms of all gradients at once. Every rank sums over its own shards, an element that
+lives on ``n`` ranks weighted by ``1/n``, and two all-reduces complete all sums: one over the data-parallel ranks, for
+parameters that these shard, and one over the tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ def norms(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a norm over all elements, or of several; NotImplemented for anything else."""
     if func not in NORMS:
         return NotImplemented
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
-    order = given.get("ord", 2)
-    tensors = given["self"] if func is aten._foreach_norm.Scalar else [given["self"]]
-    plain = given.get("dim") is None and not given.get("keepdim", False)
+    arguments = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    order = arguments.get("ord", 2)
+    tensors = arguments["self"] if func is aten._foreach_norm.Scalar else [arguments["self"]]
+    plain = arguments.get("dim") is None and not arguments.get("keepdim", False)
     if not plain or not all(x.is_floating_point() and not isinstance(x, DTensor) for x in tensors):
         return NotImplemented
-    found = _norms(tensors, float(order), given.get("dtype"))
+    found = _norms(tensors, float(order), arguments.get("dtype"))
     return found if func is aten._foreach_norm.Scalar else found[0]
 
 
 def _norms(tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None) -> list[torch.Tensor]:
-    limit = math.isinf(order)
-    sums = [_own(x, order) for x in tensors]
-    for groups in ([_splitting(x) for x in tensors], [_sharding(x) for x in tensors]):
+    infinity = math.isinf(order)
+    sums = [_local_term(x, order) for x in tensors]
+    for groups in ([_dp_group(x) for x in tensors], [_tp_group(x) for x in tensors]):
         for group in dict.fromkeys(g for g in groups if g is not None):
             which = [i for i, g in enumerate(groups) if g is group]
-            op: Any = "sum" if not limit else "max" if order > 0 else "min"
+            op: Any = "sum" if not infinity else "max" if order > 0 else "min"
             for i, total in zip(which, all_reduce(torch.stack([sums[i] for i in which]), group, op), strict=True):
                 sums[i] = total
-    roots = [x if limit or order == 0 else x ** (1 / order) for x in sums]
+    roots = [x if infinity or order == 0 else x ** (1 / order) for x in sums]
     return [x.to(dtype or t.dtype) for x, t in zip(roots, tensors, strict=True)]
 
 
-def _splitting(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """The data-parallel ranks that have parts of a tensor."""
-    split = tensor.dp_shard if isinstance(tensor, ShardedTensor) else None
-    return split.group if split is not None else None
+def _dp_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """The data-parallel ranks that a tensor is sharded over; None if it is not."""
+    dp_shard = tensor.dp_shard if isinstance(tensor, ShardedTensor) else None
+    return dp_shard.group if dp_shard is not None else None
 
 
-def _sharding(tensor: torch.Tensor) -> dist.ProcessGroup | None:
-    """The tensor-parallel ranks that have parts of a tensor."""
+def _tp_group(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """The tensor-parallel ranks that a tensor is sharded over; None if it is not."""
     placement = tensor.placement if isinstance(tensor, ShardedTensor) else None
     return tensor._spec.group if isinstance(placement, Shard) and placement.layouts else None  # type: ignore[attr-defined]
 
 
-def _own(tensor: torch.Tensor, order: float) -> torch.Tensor:
+def _local_term(tensor: torch.Tensor, order: float) -> torch.Tensor:
     """This rank's term of the sum of powers (or the largest or smallest magnitude), in at least float32."""
     local = tensor._local.detach() if isinstance(tensor, ShardedTensor) else tensor.detach()
     wide = torch.float64 if local.dtype == torch.float64 else torch.float32
@@ -75,7 +75,7 @@ def _own(tensor: torch.Tensor, order: float) -> torch.Tensor:
     if isinstance(tensor, ShardedTensor):
         copies = copies_of(tensor.placement, tensor.shape, dist.get_rank(tensor._spec.group), local.device)
         if copies is not None and tensor.dp_shard is not None:
-            copies = tensor.dp_shard.take(copies)
+            copies = tensor.dp_shard.reshard(copies)
     if copies is None:
         norm = torch.linalg.vector_norm(local, order, dtype=wide)
         return norm if order == 0 else norm**order

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ..distributed.dp_shard import DPShard
 from ..placement import Placement
 
-if TYPE_CHECKING:
-    from ..data_parallel.grad_reducer import GradReducer
-    from ..distributed.dp_shard import DPShard
+
+class GradientReduction(Protocol):
+    """What a parameter knows of the data-parallel gradient reduction that it takes part in."""
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, gradients are accumulated locally and not reduced."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class HashableSlice:
     step: int | None = None
 
     def to_slice(self) -> slice:
+        """The plain slice."""
         return slice(self.start, self.stop, self.step)
 
 
@@ -48,7 +54,7 @@ class ParameterMeta:
         shape: The global shape.
         dtype: The dtype it will have.
         is_tied: Whether several modules share it.
-        is_parallel: Whether it is split over the ranks.
+        is_parallel: Whether it is sharded over the ranks.
         is_modified_meta: Whether the plan has fixed its placement.
         need_initialize: Whether it still has to be loaded or initialized.
         init_fn: Initialization function; overrides ``Config.weight_init_fn``.
@@ -57,9 +63,9 @@ class ParameterMeta:
         placement: Where its elements live; ``None`` until the plan is solved.
         group: The tensor-parallel ranks, over which it is placed.
         source: A materialized tensor to slice it from, for modules that came with their weights.
-        split: How data-parallel ranks split the shard between them, if they do.
-        world_group: All ranks that hold parts or copies of it: those of the mesh.
-        grad_reducer: What averages its gradient over data-parallel ranks that have copies of it.
+        dp_shard: How data-parallel ranks divide the shard between them (FSDP), if they do.
+        world_group: All ranks that hold shards or copies of it: those of the mesh.
+        grad_reducer: Reduces its gradient over data-parallel ranks that hold copies of it (DDP).
     """
 
     name: str = ""
@@ -75,9 +81,9 @@ class ParameterMeta:
     placement: Placement | None = None
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     source: torch.Tensor | None = field(default=None, repr=False)
-    split: DPShard | None = field(default=None, repr=False)
+    dp_shard: DPShard | None = field(default=None, repr=False)
     world_group: dist.ProcessGroup | None = field(default=None, repr=False)
-    grad_reducer: GradReducer | None = field(default=None, repr=False)
+    grad_reducer: GradientReduction | None = field(default=None, repr=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterMeta:
         # Dynamo copies the metadata it guards on; identity must survive that.

@@ -1,8 +1,8 @@
 """Operators on sharded results outside of graphs, by the same rules that graphs are planned with.
 
-Beam search picks rows of a cache, and a conversation cuts it: what happens to a tensor along dimensions that are not
-sharded happens to every shard by itself. So caches stay where they are, instead of being gathered. Parameters, and
-what is differentiated, are left out: what users compute from those they mean to see whole.
+Beam search selects rows of a KV cache, and a conversation crops it: an operator along dimensions that are not sharded
+runs on every shard independently. So caches stay sharded instead of being gathered. Parameters, and tensors that
+require gradients, are excluded: what users compute from those they expect as full tensors.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ..placement import Replicate, Shard
-from ..rules import Call, InputPlacement, Tensor, rule_for
+from ..rules.base import Call, InputPlacement, Tensor, rule_for
 from .sharded_tensor import ShardedTensor, ShardSpec
 
 
 def dispatch_by_rule(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result, sharded, if a rule says that the operator runs on the shards as they are; else NotImplemented."""
+    """The sharded result, if a rule says that the operator runs on these shards unchanged; else NotImplemented."""
     rule = rule_for(func)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
@@ -34,10 +34,10 @@ def dispatch_by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     call = _call(func, args, kwargs, world)
     if call is None:
         return NotImplemented
-    given: list[InputPlacement] = [x.placement if isinstance(x, ShardedTensor) else Replicate() for x in tensors]
-    for strategy in rule(call, given):
-        kept = all(need == have for need, have in zip(strategy.inputs, given, strict=True))
-        if kept and all(isinstance(p, Shard) and p.layouts for p in strategy.outputs) and _fits(call, strategy.outputs):
+    inputs: list[InputPlacement] = [x.placement if isinstance(x, ShardedTensor) else Replicate() for x in tensors]
+    for strategy in rule(call, inputs):
+        same = all(need == have for need, have in zip(strategy.inputs, inputs, strict=True))
+        if same and all(isinstance(p, Shard) and p.layouts for p in strategy.outputs) and _fits(call, strategy.outputs):
             local_args, local_kwargs = pytree.tree_map(_local, (list(args), dict(kwargs)))
             target = torch.ops.aten.reshape.default if func is torch.ops.aten.view.default else func
             if strategy.localize is not None:
@@ -48,8 +48,8 @@ def dispatch_by_rule(func: Any, args: Any, kwargs: Any) -> Any:
             def wrap(x: Any, outputs: Any = outputs) -> Any:
                 if not isinstance(x, torch.Tensor):
                     return x
-                placement, whole = next(outputs)
-                return ShardedTensor(x, ShardSpec(placement, group), whole.shape)
+                placement, described = next(outputs)
+                return ShardedTensor(x, ShardSpec(placement, group), described.shape)
 
             return pytree.tree_map(wrap, result)
     return NotImplemented

@@ -1,17 +1,18 @@
 """The sharded tensor: global shape outside, this rank's shard inside.
 
 ``torch.compile`` sees the global shape and captures the global program; the backend takes the inner tensor. Outside a
-compiled graph the tensor still answers every operator: elementwise ones run on the shards, all others on the gathered
-whole, with a warning, because correct and slow beats fast and wrong.
+compiled graph the tensor still answers every operator (see :mod:`.dispatch`, which :mod:`paraxis.tensor` installs):
+elementwise ones run on the shards, all others on the gathered full tensor, with a warning, because correct and slow
+beats fast and wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -19,42 +20,33 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from ..distributed.checkpoint_chunks import chunk_at, chunk_list, write_items
 from ..distributed.dp_shard import DPShard
-from ..distributed.redistribute import gather_box, slice_box, sum_copies
+from ..distributed.redistribute import slice_box, sum_copies
 from ..placement import Placement, Shard, local_shape
-from . import unshard as unshard
+from . import unshard
+from .checkpoint_chunks import chunk_at, chunk_list, write_items
+from .dtensor import as_dtensor
 from .parameter_meta import ParameterMeta
+from .sharding import ShardSpec, full_tensor_of, shard_of, spec_of
 
-aten = torch.ops.aten
-
-
-class ShardSpec:
-    """The placement of an activation or a cache tensor, compared by value: compiled code is guarded on it."""
-
-    def __init__(self, placement: Placement, group: dist.ProcessGroup | None, split: DPShard | None = None) -> None:
-        self.placement = placement
-        self.group = group
-        self.split = split
-        """How data-parallel ranks split the shard further: what a gradient and an optimizer's state have."""
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, ShardSpec)
-            and other.placement == self.placement
-            and other.group is self.group
-            and other.split == self.split
-        )
-
-    def __hash__(self) -> int:
-        return hash(self.placement)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardSpec:
-        return self
+__all__ = [
+    "ShardSpec",
+    "ShardedTensor",
+    "UnplacedError",
+    "full_tensor_of",
+    "materialize",
+    "override_shards",
+    "shard_gradient",
+    "shard_of",
+    "shards_version",
+    "spec_of",
+    "unwrap",
+    "wrap",
+]
 
 
 class UnplacedError(RuntimeError):
-    """A parameter was used before the plan gave it a place."""
+    """A parameter was used before the plan set its placement."""
 
 
 class ShardedTensor(torch.Tensor):
@@ -63,8 +55,10 @@ class ShardedTensor(torch.Tensor):
     _local: torch.Tensor
     _spec: ShardSpec | ParameterMeta
     _token: torch.Tensor
-    """What the compiler sees inside a parameter: nothing. A parameter gets its shard after the first capture, and
-    compiled code is guarded on which parameter it sees (its metadata), not on the shard."""
+    """What the compiler sees inside a parameter: an empty tensor. A parameter gets its shard after the first capture,
+    and compiled code is guarded on which parameter it sees (its metadata), not on the shard."""
+    _dispatch: ClassVar[Callable[[Any, Any, Any, list[ShardedTensor]], Any]]
+    """Runs an operator outside of graphs. Set by ``paraxis.tensor``: the implementations build on this class."""
 
     @staticmethod
     def __new__(
@@ -80,23 +74,38 @@ class ShardedTensor(torch.Tensor):
         tensor._local = local
         tensor._spec = spec
         if isinstance(spec, ParameterMeta):
-            # As many dimensions as the shard: the compiler treats a parameter and its gradient alike.
+            # As many dimensions as the shard: the compiler expects the same of a parameter and its gradient.
             tensor._token = local if isinstance(local, FakeTensor) else local.new_empty((0,) * len(size))
         return tensor
 
-    # -- the shard and the whole -------------------------------------------------------------------------------
+    # -- the shard and the full tensor -------------------------------------------------------------------------
 
     @property
     def placement(self) -> Placement:
-        """Where the elements live. Of a parameter that data-parallel ranks split further (``dp_shard``): its shards."""
+        """Where the elements live, across the tensor-parallel ranks. See ``dp_shard`` for the data-parallel ranks."""
         if self._spec.placement is None:
             raise UnplacedError(f"parameter {getattr(self._spec, 'name', '')!r} has no placement yet: not planned")
         return self._spec.placement
 
     @property
     def dp_shard(self) -> DPShard | None:
-        """How data-parallel ranks split the shard between them, if they do."""
-        return self._spec.split
+        """How data-parallel ranks divide the shard between them (FSDP); None if they do not."""
+        return self._spec.dp_shard
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The memory of this rank's shard, outside of autograd. See :meth:`to_local` for the differentiable form."""
+        return self._local
+
+    @property
+    def spec(self) -> ShardSpec | ParameterMeta:
+        """Placement and process group; of a parameter, its :class:`~paraxis.tensor.parameter_meta.ParameterMeta`."""
+        return self._spec
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks that hold the shards."""
+        return self._spec.group
 
     def to_local(self) -> torch.Tensor:
         """What this rank holds; gradients flow back to the sharded tensor."""
@@ -105,33 +114,31 @@ class ShardedTensor(torch.Tensor):
         return _Unwrap.apply(self)  # type: ignore[no-any-return]
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor, on every rank. A collective: all ranks must call it."""
-        return _Full.apply(self)  # type: ignore[no-any-return]
+        """The full tensor, on every rank. A collective: all ranks must call it."""
+        return _FullTensor.apply(self)  # type: ignore[no-any-return]
 
     def to_dtensor(self) -> DTensor:
         """The same tensor as a DTensor; layouts DTensor cannot express are gathered and replicated."""
-        from .dtensor import as_dtensor
-
         return as_dtensor(self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Assign to a part of the whole: gathered, changed, and taken apart again. A collective."""
+        """Assign to a part of the full tensor: gather, assign, and take the shard again. A collective."""
         if isinstance(self._local, FakeTensor):
             super().__setitem__(index, value)
             return
         with torch.no_grad():
-            whole = full_tensor_of(self).clone()
-            whole[index] = value.full_tensor() if isinstance(value, ShardedTensor) else value
-            self._local.copy_(shard_of(whole, self))
+            full = full_tensor_of(self).clone()
+            full[index] = value.full_tensor() if isinstance(value, ShardedTensor) else value
+            self._local.copy_(shard_of(full, self))
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The tensor without gradients, as of any tensor."""
+        """The same tensor, detached from autograd."""
         return self.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Take over other values of the same shape and dtype: a sharded tensor's, or the shard of a whole one."""
+        """Copy values of the same shape and dtype, from a sharded tensor or from a full one."""
         if value.shape != self.shape or value.dtype != self.dtype:
             raise RuntimeError(
                 f"a sharded tensor keeps its shape and dtype: {tuple(self.shape)} of {self.dtype} cannot become "
@@ -140,16 +147,16 @@ class ShardedTensor(torch.Tensor):
         self.detach().copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
-        """A copy with a shard of its own. That of a parameter is another parameter, placed alike."""
+        """A copy with its own shard. The copy of a parameter is a new parameter with the same placement."""
         if id(self) not in memo:
             meta = isinstance(self._spec, ParameterMeta)
             spec = replace(self._spec, source=None) if meta else self._spec  # type: ignore[type-var]
-            twin: Any = ShardedTensor(self._local.detach().clone(), spec, self.shape, self.requires_grad)
+            copied: Any = ShardedTensor(self._local.detach().clone(), spec, self.shape, self.requires_grad)
             if meta:
-                twin._is_param, twin.meta_info = True, spec
+                copied._is_param, copied.meta_info = True, spec
             if self.grad is not None:
-                twin.grad = deepcopy(self.grad, memo)
-            memo[id(self)] = twin
+                copied.grad = deepcopy(self.grad, memo)
+            memo[id(self)] = copied
         return memo[id(self)]  # type: ignore[no-any-return]
 
     # -- protocol of torch.distributed.checkpoint --------------------------------------------------------------
@@ -187,9 +194,7 @@ class ShardedTensor(torch.Tensor):
         sharded = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, ShardedTensor)]
         if isinstance(sharded[0]._local, FakeTensor):
             return _on_global_fakes(func, args, kwargs, sharded[0]._local.fake_mode)
-        from .dispatch import dispatch
-
-        return dispatch(func, args, kwargs, sharded)
+        return cls._dispatch(func, args, kwargs, sharded)
 
 
 def _on_global_fakes(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
@@ -204,7 +209,7 @@ def _on_global_fakes(func: Any, args: Any, kwargs: Any, mode: Any) -> Any:
 
 
 class _Unwrap(torch.autograd.Function):
-    """The shard of a sharded tensor; the gradient comes back sharded alike, parts on copies summed."""
+    """The shard of a sharded tensor. The gradient has the same placement, summed over ranks that hold copies."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
@@ -213,28 +218,31 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
-        spec, split = ctx.spec, ctx.spec.split
+        spec, dp_shard = ctx.spec, ctx.spec.dp_shard
         placement = spec.placement
         if isinstance(placement, Shard) and placement.has_copies:
-            held, group = (placement, spec.group) if split is None else (split.held, split.world_group)
+            held, group = (
+                (placement, spec.group) if dp_shard is None else (dp_shard.mesh_placement, dp_shard.world_group)
+            )
             grad = sum_copies(grad, held, ctx.size, group)
-        return ShardedTensor(grad.contiguous(), ShardSpec(placement, spec.group, split), ctx.size)
+        return ShardedTensor(grad.contiguous(), ShardSpec(placement, spec.group, dp_shard), ctx.size)
 
 
-class _Gathered(torch.autograd.Function):
-    """The shard of a parameter that data-parallel ranks split: gathered; the gradient is averaged and scattered."""
+class _Unshard(torch.autograd.Function):
+    """FSDP: all-gather the parts of a parameter's shard; reduce-scatter (mean) its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
         ctx.spec, ctx.size = tensor._spec, tensor.shape
-        return unshard.gather(tensor)
+        return unshard.unshard(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
         spec, placement = ctx.spec, ctx.spec.placement
         if isinstance(placement, Shard) and placement.has_copies:
             grad = sum_copies(grad, placement, ctx.size, spec.group)
-        return ShardedTensor(spec.split.average(grad), ShardSpec(placement, spec.group, spec.split), ctx.size)
+        part = spec.dp_shard.reduce_scatter(grad)
+        return ShardedTensor(part, ShardSpec(placement, spec.group, spec.dp_shard), ctx.size)
 
 
 class _Wrap(torch.autograd.Function):
@@ -252,7 +260,9 @@ class _Wrap(torch.autograd.Function):
         return slice_box(grad, ctx.spec.placement, dist.get_rank(ctx.spec.group)), None, None
 
 
-class _Full(torch.autograd.Function):
+class _FullTensor(torch.autograd.Function):
+    """The full tensor of a sharded one. The gradient is sharded again."""
+
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
         ctx.spec, ctx.size = tensor._spec, tensor.shape
@@ -261,33 +271,33 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
-        return _gradient(grad, ctx.spec, ctx.size)
+        return _sharded_gradient(grad, ctx.spec, ctx.size)
 
 
-_given: dict[int, torch.Tensor] = {}
+_overrides: dict[int, torch.Tensor] = {}
 
 
 @contextmanager
-def shards_of(tensors: Sequence[torch.Tensor], locals_: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Inside, ``unwrap`` gives these shards for these sharded tensors: those that a compiler traces."""
-    before = dict(_given)
-    _given.update({id(tensor): local for tensor, local in zip(tensors, locals_, strict=True)})
+def override_shards(tensors: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Inside, ``unwrap`` returns ``shards`` for ``tensors``: a compiler traces the program on these."""
+    before = dict(_overrides)
+    _overrides.update({id(tensor): shard for tensor, shard in zip(tensors, shards, strict=True)})
     try:
         yield
     finally:
-        _given.clear()
-        _given.update(before)
+        _overrides.clear()
+        _overrides.update(before)
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """The local tensor behind ``tensor`` (itself, if it is not sharded); differentiable."""
     if not isinstance(tensor, ShardedTensor):
         return tensor
-    if _given and id(tensor) in _given:
-        return _given[id(tensor)]
+    if _overrides and id(tensor) in _overrides:
+        return _overrides[id(tensor)]
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return tensor._local if tensor.dp_shard is None else unshard.unsharded(tensor)
-    function = _Unwrap if tensor.dp_shard is None else _Gathered
+    function = _Unwrap if tensor.dp_shard is None else _Unshard
     return function.apply(tensor)  # type: ignore[no-any-return]
 
 
@@ -299,65 +309,38 @@ def wrap(local: torch.Tensor, spec: ShardSpec, size: Sequence[int]) -> ShardedTe
 
 
 class _Shards:
-    """How often a parameter was given a shard, in all: compiled programs look at their shards again when it changes."""
+    """Counts how often any parameter got a new shard: compiled programs check their shards again when it changes."""
 
-    given = 0
+    version = 0
 
 
-def times_given() -> int:
-    """A number that is another one after some parameter was given another shard."""
-    return _Shards.given
+def shards_version() -> int:
+    """A number that changes whenever some parameter gets a new shard."""
+    return _Shards.version
 
 
 def materialize(tensor: ShardedTensor, local: torch.Tensor) -> None:
-    """Give an empty sharded parameter its shard, in place, so that it stays the same object."""
+    """Set the shard of an empty sharded parameter in place, so that it stays the same object."""
     placement, rank = tensor.placement, dist.get_rank(tensor._spec.group)
     if tensor.dp_shard is not None:
-        placement, rank = tensor.dp_shard.held, tensor.dp_shard.rank
+        placement, rank = tensor.dp_shard.mesh_placement, tensor.dp_shard.rank
     expected = local_shape(placement, tensor.shape, rank)
     if tuple(local.shape) != expected:
         raise ValueError(f"{getattr(tensor._spec, 'name', 'tensor')}: shard {tuple(local.shape)} is not {expected}")
     tensor._local = local
-    _Shards.given += 1
+    _Shards.version += 1
 
 
 def shard_gradient(parameter: ShardedTensor, gradient: torch.Tensor) -> torch.Tensor:
-    """The gradient of a parameter that was used outside a compiled graph: it comes whole, and is kept sharded."""
+    """Shard the gradient of a parameter that was used outside a compiled graph, where it arrives as a full tensor."""
     if isinstance(gradient, ShardedTensor):
         return gradient
-    return _gradient(gradient, parameter._spec, parameter.shape)
+    return _sharded_gradient(gradient, parameter._spec, parameter.shape)
 
 
-def _gradient(whole: torch.Tensor, spec: Any, size: Sequence[int]) -> ShardedTensor:
-    """A gradient that comes whole, as a parameter keeps it; averaged where data-parallel ranks split the parameter."""
-    local = slice_box(whole, spec.placement, dist.get_rank(spec.group)).contiguous()
-    if spec.split is not None:
-        local = spec.split.average(local)
-    return ShardedTensor(local, ShardSpec(spec.placement, spec.group, spec.split), size)
-
-
-# -- the whole and the part ----------------------------------------------------------------------------------------
-
-
-def spec_of(tensor: ShardedTensor) -> ShardSpec:
-    """Where a tensor is, for another one that is there too."""
-    return ShardSpec(tensor.placement, tensor._spec.group, tensor.dp_shard)
-
-
-def full_tensor_of(tensor: ShardedTensor) -> torch.Tensor:
-    """The whole tensor; this rank's own memory if that is all of it. A collective."""
-    local = tensor._local if tensor.dp_shard is None else tensor.dp_shard.gather(tensor._local)
-    return gather_box(local, tensor.placement, tensor.shape, tensor._spec.group)
-
-
-def shard_of(whole: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
-    """The part of a whole tensor that a rank has if it is sharded as another one."""
-    local = slice_box(whole, like.placement, dist.get_rank(like._spec.group))
-    if like.dp_shard is None:
-        return local
-    if torch._C._current_graph_task_id() != -1:
-        raise RuntimeError(
-            f"a gradient of shape {tuple(whole.shape)} comes in part from a compiled graph and in part from Python "
-            "code that read the parameter itself. With data_parallel='shard' these cannot be added: use 'replicate'."
-        )
-    return like.dp_shard.take(local)
+def _sharded_gradient(full: torch.Tensor, spec: Any, size: Sequence[int]) -> ShardedTensor:
+    """A full gradient, sharded as its parameter; averaged over data-parallel ranks that shard the parameter."""
+    local = slice_box(full, spec.placement, dist.get_rank(spec.group)).contiguous()
+    if spec.dp_shard is not None:
+        local = spec.dp_shard.reduce_scatter(local)
+    return ShardedTensor(local, ShardSpec(spec.placement, spec.group, spec.dp_shard), size)

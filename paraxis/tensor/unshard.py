@@ -1,8 +1,8 @@
-"""Gathered parameters are let go of as soon as they were used, and gathered again for the backward pass.
+"""FSDP: unshard parameters right before use, reshard after forward, and unshard again for the backward pass.
 
-Where data-parallel ranks split a parameter, its shard is gathered before it is used. Autograd would keep it until the
-backward pass, and with all of them there the split would have saved no memory. So while a program runs, what autograd
-is to keep is looked at: of a gathered shard, or a view of one, it keeps a note of which parameter it was.
+Where data-parallel ranks shard a parameter, its parts are all-gathered before use. Autograd would save the unsharded
+tensor for the backward pass, and with all of them alive sharding would save no memory. So while a program runs, saved
+tensor hooks replace every unsharded tensor, or view of one, by a :class:`SavedParameter`, from which it is restored.
 """
 
 from __future__ import annotations
@@ -18,17 +18,23 @@ import torch
 if TYPE_CHECKING:
     from .sharded_tensor import ShardedTensor
 
-_live: dict[int, tuple[Any, ShardedTensor]] = {}
-"""By the address of its storage: a weak reference that tells of the end of a gathered shard, and its parameter."""
-_latest: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-"""The gathered shard, if it is still there, by the identity of the part that this rank holds."""
-_kept: dict[int, torch.Tensor] = {}
-"""Gathered shards that are kept while :func:`keeping` is active, by the identity of the part."""
+_parameter_of: dict[int, tuple[Any, ShardedTensor]] = {}
+"""By the address of an unsharded tensor's storage: a weak reference that removes the entry, and the parameter."""
+_backward_cache: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""Unsharded tensors that the backward pass still uses, by the identity of the part that this rank holds."""
+_inference_cache: dict[int, torch.Tensor] = {}
+"""Unsharded tensors while :func:`unsharded_for_inference` is active, by the identity of this rank's part."""
 
 
 @dataclass(frozen=True)
-class Note:
-    """What is kept instead of a gathered shard: the parameter, the view of it, and the version of its values."""
+class SavedParameter:
+    """What autograd saves instead of an unsharded tensor: the parameter, the view of it, and the version of its values.
+
+    Attributes:
+        parameter: The parameter to unshard again.
+        size, stride, offset: The view of it that autograd wanted to save.
+        version: Version counters of the parameter: the backward pass needs the values of the forward pass.
+    """
 
     parameter: ShardedTensor
     size: torch.Size
@@ -37,69 +43,70 @@ class Note:
     version: tuple[int, int]
 
 
-def gather(parameter: ShardedTensor) -> torch.Tensor:
-    """The shard that a rank computes with, from the parts of it. A collective of the data-parallel ranks."""
-    split = parameter.dp_shard
-    assert split is not None
-    shard = split.gather(parameter._local)
+def unshard(parameter: ShardedTensor) -> torch.Tensor:
+    """All-gather the tensor-parallel shard that a rank computes with. A collective of the data-parallel ranks."""
+    dp_shard = parameter.dp_shard
+    assert dp_shard is not None
+    shard = dp_shard.unshard(parameter._local)
     storage = shard.untyped_storage()
     address = storage._cdata
-    _live[address] = weakref.ref(storage, lambda _: _live.pop(address, None)), parameter
+    _parameter_of[address] = weakref.ref(storage, lambda _: _parameter_of.pop(address, None)), parameter
     return shard
 
 
 def unsharded(parameter: ShardedTensor) -> torch.Tensor:
-    """The shard, without a collective where it was gathered for a longer time. See :func:`keeping`."""
-    found = _kept.get(id(parameter._local))
-    return gather(parameter) if found is None else found
+    """The unsharded tensor, from the cache where :func:`unsharded_for_inference` is active, else by a collective."""
+    found = _inference_cache.get(id(parameter._local))
+    return unshard(parameter) if found is None else found
 
 
 @contextmanager
-def keeping(parameters: Iterable[Any]) -> Iterator[None]:
-    """Gather the shards of all these parameters once, for calls without gradients; a collective.
+def unsharded_for_inference(parameters: Iterable[Any]) -> Iterator[None]:
+    """Unshard all these parameters once, for calls without gradients, and reshard them at the end. A collective.
 
-    Within, data-parallel ranks may call the model with different inputs and any number of times.
+    Inside, data-parallel ranks may call the model with different inputs and a different number of times.
     """
-    added = {id(p._local): gather(p) for p in parameters if p.dp_shard is not None and id(p._local) not in _kept}
-    _kept.update(added)
+    sharded = (p for p in parameters if p.dp_shard is not None)
+    added = {id(p._local): unshard(p) for p in sharded if id(p._local) not in _inference_cache}
+    _inference_cache.update(added)
     try:
         yield
     finally:
         for key in added:
-            del _kept[key]
+            del _inference_cache[key]
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    found = _live.get(tensor.untyped_storage()._cdata) if _live else None
+    found = _parameter_of.get(tensor.untyped_storage()._cdata) if _parameter_of else None
     if found is None or tensor.dtype != found[1].dtype:
         return tensor
     parameter = found[1]
-    return Note(parameter, tensor.size(), tensor.stride(), tensor.storage_offset(), _version(parameter))
+    return SavedParameter(parameter, tensor.size(), tensor.stride(), tensor.storage_offset(), _version(parameter))
 
 
 def _version(parameter: ShardedTensor) -> tuple[int, int]:
-    """How often it was written to, as a whole and as the part that this rank holds."""
+    """Version counters of the sharded tensor and of the part that this rank holds."""
     return parameter._version, parameter._local._version
 
 
-def _unpack(kept: Any) -> torch.Tensor:
-    if not isinstance(kept, Note):
-        return kept  # type: ignore[no-any-return]
-    parameter = kept.parameter
-    if _version(parameter) != kept.version:
+def _unpack(saved: Any) -> torch.Tensor:
+    if not isinstance(saved, SavedParameter):
+        return saved  # type: ignore[no-any-return]
+    parameter = saved.parameter
+    if _version(parameter) != saved.version:
         raise RuntimeError(
             f"parameter {getattr(parameter._spec, 'name', '')!r} was changed between the forward and the backward "
-            "pass, which needs the values that it had. Call backward before optimizer.step()."
+            "pass, which needs its old values. Call backward before optimizer.step()."
         )
     key = id(parameter._local)
-    shard = _latest.get(key)
+    shard = _backward_cache.get(key)
     if shard is None:
-        shard = _latest[key] = gather(parameter)
-    return shard.as_strided(kept.size, kept.stride, kept.offset)
+        shard = _backward_cache[key] = unshard(parameter)
+    return shard.as_strided(saved.size, saved.stride, saved.offset)
 
 
 def reshard_after_forward(program: Callable[..., Any]) -> Callable[..., Any]:
-    """A program after which no gathered shard is kept for the backward pass."""
+    """The same program, after which autograd keeps no unsharded parameter alive for the backward pass."""
 
     def run(*args: Any) -> Any:
         if not torch.is_grad_enabled():

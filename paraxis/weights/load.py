@@ -234,7 +234,7 @@ def _shard_bytes(param: nn.Parameter, rank: int) -> int:
 def held(meta: ParameterMeta, rank: int) -> tuple[Placement, int]:
     """Where the elements of a parameter are kept, and which of the ranks there this is; ``rank`` is the one of tp."""
     assert meta.placement is not None
-    return (meta.placement, rank) if meta.split is None else (meta.split.held, meta.split.rank)
+    return (meta.placement, rank) if meta.dp_shard is None else (meta.dp_shard.mesh_placement, meta.dp_shard.rank)
 
 
 def _finish(param: Any, meta: ParameterMeta, shard: torch.Tensor, rank: int, source: str | None) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..config import Config
 from ..context import ParallelExecutionCtx
-from ..data_parallel.setup import arrange
+from ..data_parallel import setup_data_parallel
 from ..distributed.consensus import all_gather_object, on_all_ranks
 from ..tensor.parameter_meta import ParameterMeta
 from ..tensor.sharded_tensor import ShardedTensor
@@ -28,7 +28,7 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
     }
     if not pending:
         return
-    arrange(pending, ctx, config)
+    setup_data_parallel(pending, ctx, config)
     seed = common_seed(config.init_seed, ctx.world_group)
     with on_all_ranks(ctx.world_group, "loading the weights"), ctx.timed("load"):
         device = ctx.current_device
@@ -38,8 +38,8 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
         stored = {name: pending[name] for name in keys}
         progress = config.show_progress and ctx.is_first
         load_parameters(stored, keys, ctx.weight_map, ctx.rank, device, progress)
-        converted = {name for conversion in ctx.conversions for name in conversion.targets}
-        load_converted(pending, ctx.conversions, ctx.weight_map, ctx.rank, device, progress)
+        converted = {name for conversion in ctx.state.conversions for name in conversion.targets}
+        load_converted(pending, ctx.state.conversions, ctx.weight_map, ctx.rank, device, progress)
         rest = {name: p for name, p in pending.items() if name not in {*own, *stored, *converted}}
         initialize_parameters(rest, config.weight_init_fn, seed, ctx.rank, device)
     if config.check_finite:

@@ -23,8 +23,8 @@ from torch import nn
 from ..context import ParallelExecutionCtx
 from ..distributed.consensus import on_all_ranks
 from ..errors import CheckpointError
-from ..plan import block_of
 from ..tensor.sharded_tensor import ShardedTensor, full_tensor_of
+from ..utils.names import block_of
 from .weight_map import INDEX_NAME
 
 SINGLE_NAME = "model.safetensors"

@@ -14,11 +14,11 @@ from torch import nn
 
 from paraxis import CollectiveError, Config
 from paraxis.data_parallel import grad_reducer as averaging
-from paraxis.data_parallel.setup import arrange, no_sync
-from paraxis.distributed.checkpoint_chunks import write_items
+from paraxis.data_parallel import no_sync, setup_data_parallel
 from paraxis.distributed.redistribute import slice_box
 from paraxis.placement import REPLICATE, Layout, Placement, Shard
-from paraxis.tensor import unshard as unshard
+from paraxis.tensor import unshard
+from paraxis.tensor.checkpoint_chunks import write_items
 from paraxis.tensor.parameter_meta import ParameterMeta
 from paraxis.tensor.sharded_tensor import ShardedTensor, materialize, unwrap
 from paraxis.weights.load import held
@@ -47,7 +47,7 @@ def made(data_parallel: str) -> tuple[Any, dict[str, Any], dict[str, torch.Tenso
     for name, (shape, placement) in PLACED.items():
         meta = ParameterMeta(name=name, shape=shape, placement=placement, group=ctx.tp_group)
         parameters[name] = _empty_parameter(torch.empty(0), meta, True)
-    arrange(parameters, ctx, Config(data_parallel=data_parallel))
+    setup_data_parallel(parameters, ctx, Config(data_parallel=data_parallel))
     for name, parameter in parameters.items():
         materialize(parameter, slice_box(whole[name], *held(parameter._spec, ctx.rank)).clone())
     return ctx, parameters, whole
@@ -104,7 +104,7 @@ def averaged(data_parallel: str) -> None:
     ctx, parameters, whole = made(data_parallel)
     factor = 1.0 + ctx.dp_rank
     loss = loss_of(parameters, factor)
-    assert not unshard._live, "gathered parameters are kept for the backward pass"
+    assert not unshard._parameter_of, "gathered parameters are kept for the backward pass"
     loss.backward()
     right = {name: gradient(name, whole[name], 1.5) for name in whole}
     for name, p in parameters.items():
@@ -132,7 +132,7 @@ def test_gradients_are_averaged_and_clipped(ranks: Any, data_parallel: str) -> N
 
 
 def in_small_buckets() -> None:
-    with mock.patch.object(averaging, "BUCKET", 64):
+    with mock.patch.object(averaging, "BUCKET_BYTES", 64):
         averaged("replicate")
         accumulated("replicate")
 

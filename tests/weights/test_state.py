@@ -17,8 +17,8 @@ from models.compare import batch, parallel
 from models.tiny import save
 
 from paraxis import CheckpointError, load_state, save_state
-from paraxis.distributed.checkpoint_chunks import chunks
 from paraxis.placement import REPLICATE, Layout, Placement, Shard, local_index, local_shape
+from paraxis.tensor.checkpoint_chunks import chunks
 from ranks import spawn_ranks
 
 PLACEMENTS: dict[str, tuple[Placement, tuple[int, ...]]] = {
@@ -46,7 +46,7 @@ def test_boxes_cover_every_element_that_is_held_once(kind: str) -> None:
         seen = torch.zeros(local_shape(placement, shape, rank), dtype=torch.int64)
         for chunk in chunks(placement, shape, rank):
             there = tuple(slice(a, a + n) for a, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            here = tuple(slice(a, a + n) for a, n in zip(chunk.within, chunk.sizes, strict=True))
+            here = tuple(slice(a, a + n) for a, n in zip(chunk.local_offsets, chunk.sizes, strict=True))
             assert torch.equal(whole[there], local[here])
             seen[here] += 1
             written[there] += chunk.owner == rank
