@@ -1,0 +1,76 @@
+"""Private APIs of ``torch.distributed``.
+
+Apart from :mod:`.torch`, since placements, rules and the solver must not reach ``torch.distributed``.
+Seen on torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _resolve_process_group
+
+__all__ = [
+    "backend_name",
+    "default_group",
+    "default_store",
+    "flattened_group",
+    "group_timeout",
+    "resolve_process_group",
+    "root_mesh",
+    "simulated_store",
+    "strided_shard",
+]
+
+resolve_process_group: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
+"""The process group of a name: operators in a graph take the name."""
+
+default_group: Callable[[], dist.ProcessGroup] = _get_default_group
+"""The group of all ranks; raises with torch's own message if there is none."""
+
+default_store: Callable[[], dist.Store] = _get_default_store
+"""The key-value store through which the ranks found one another."""
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """``gloo``, ``nccl``, ... : what a group communicates tensors of this device with.
+
+    Raises:
+        RuntimeError: The group has no backend for the device.
+    """
+    return str(group._get_backend(device).name()).lower()
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long a collective of this group waits for the other ranks."""
+    timeout: timedelta = group._get_backend(device).options._timeout
+    return timeout
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one is a slice of, or itself."""
+    return mesh._get_root_mesh()
+
+
+def flattened_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """One group of all ranks of a mesh of several dimensions."""
+    return mesh._flatten().get_group()
+
+
+def strided_shard(dim: int, split_factor: int) -> Any:
+    """DTensor's placement of a dimension that is sharded over an inner mesh dimension before an outer one."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # slow to import
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def simulated_store() -> dist.Store:
+    """The store of the backend ``fake``, whose collectives return at once; importing it registers the backend."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()

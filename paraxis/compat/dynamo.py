@@ -1,0 +1,152 @@
+"""Private APIs of Dynamo, the frontend of ``torch.compile``. Seen on torch 2.11, 2.13 and 2.15.
+
+Guards: ``torch.compile(options={"guard_filter_fn": f})`` is public, and so are the fields of the entries that ``f`` is
+called with (name, type, value). What a guard looks at is told by its *source*, a chain from an attribute or item down
+to a local or global variable of the compiled function. The functions here answer questions about that chain. A source
+of a class that they do not know answers no, so that its guard stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
+from torch._dynamo.source import AttrSource, GlobalSource, LocalSource, SubclassAttrListSource, TypeSource
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch.fx import GraphModule
+
+__all__ = [
+    "BackendCompilerFailed",
+    "TorchDynamoException",
+    "TorchRuntimeError",
+    "TracingContext",
+    "attribute_of_global",
+    "detect_fake_mode",
+    "guards_global_constant",
+    "guards_torch_module",
+    "guards_training_flag",
+    "ignore_logging",
+    "is_class_attribute_of_local",
+    "mark_maybe_dynamic",
+    "mark_static",
+    "name_inputs",
+    "raise_recompile_limit",
+    "source_of",
+    "subclass_owner",
+    "tracing",
+]
+
+mark_maybe_dynamic: Callable[[torch.Tensor, int], None] = dynamo.maybe_mark_dynamic
+"""Hint that a size may change: a graph that depends on the number itself is still specialized, without an error."""
+
+mark_static: Callable[..., None] = dynamo.mark_static
+"""Specialize on all sizes of a tensor."""
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Let Dynamo compile a function at least so many times before it falls back to eager. Never lowers the limit."""
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, limit)
+
+
+# -- logger calls in a forward -------------------------------------------------------------------------------------
+
+
+def ignore_logging(functions: list[Callable[..., Any]]) -> None:
+    """Let Dynamo drop calls of these logging functions instead of breaking the graph."""
+    dynamo.config.ignore_logging_functions.update(functions)
+    if _SORTS_IGNORED_FUNCTIONS and _unsortable not in _metrics_logger.filters:
+        _metrics_logger.addFilter(_unsortable)
+
+
+_metrics_logger = logging.getLogger("torch._dynamo.metrics_context")
+
+_SORTS_IGNORED_FUNCTIONS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+"""torch 2.11 sorts every set of its configuration for its compile metrics, functions included, which raises; it
+catches the error, loses the metrics of that compilation and logs a traceback. 2.13 leaves the set out."""
+
+
+def _unsortable(record: logging.LogRecord) -> bool:
+    """Whether to log a record: all but the traceback of sorting functions."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, TypeError) and "'function' and 'function'" in str(error))
+
+
+# -- guards --------------------------------------------------------------------------------------------------------
+
+
+def source_of(entry: Any) -> Any:
+    """What a guard looks at, as a chain of sources; None if this version of torch does not tell."""
+    return getattr(getattr(entry, "orig_guard", None), "originating_source", None)
+
+
+def _chain(source: Any) -> Iterator[Any]:
+    """The source, what it is an attribute or item of, and so on down to a variable."""
+    while source is not None:
+        yield source
+        source = getattr(source, "base", None)
+
+
+def subclass_owner(source: Any, inner: str) -> Any:
+    """The tensor subclass that a source is inside of: its attribute ``inner``, or its list of attributes; else None."""
+    is_inner = type(source) is AttrSource and source.member == inner
+    if type(source) is SubclassAttrListSource or is_inner:
+        return source.base
+    below = getattr(source, "base", None)  # an item of the list of attributes
+    return below.base if type(below) is SubclassAttrListSource else None
+
+
+def is_class_attribute_of_local(source: Any) -> bool:
+    """Whether it is an attribute of the class of what an argument leads to: ``type(model.layer).forward``."""
+    *links, root = _chain(source)
+    return type(root) is LocalSource and any(type(link) is TypeSource for link in links)
+
+
+def guards_global_constant(entry: Any) -> bool:
+    """Whether a guard checks that a global name still is the same module, class or built-in function."""
+    if entry.guard_type not in ("MODULE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH"):
+        return False
+    source = source_of(entry)
+    if source is None:
+        return False
+    *links, root = _chain(source)
+    return type(root) is GlobalSource and all(type(link) is AttrSource for link in links)
+
+
+def guards_training_flag(source: Any) -> bool:
+    """Whether it is ``module.training``."""
+    return type(source) is AttrSource and source.member == "training"
+
+
+def guards_torch_module(entry: Any) -> bool:
+    """Whether a guard is on a module that torch provides (``nn.Linear``), or on something inside of one."""
+    return bool(entry.orig_guard.source.is_unspecialized_builtin_nn_module())
+
+
+def attribute_of_global(source: Any, owner: ModuleType, name: str, namespace: Mapping[str, Any]) -> bool:
+    """Whether it is the attribute ``name`` of a module that ``namespace``, the compiled function's globals, holds."""
+    if type(source) is not AttrSource or source.member != name or type(source.base) is not GlobalSource:
+        return False
+    return namespace.get(source.base.global_name) is owner
+
+
+# -- describing a graph to Inductor --------------------------------------------------------------------------------
+
+
+def name_inputs(module: GraphModule, static: set[int]) -> None:
+    """Say about a graph what Dynamo would: sources of inputs and parameters, and which inputs have a fixed address.
+
+    Inductor's CUDA graphs copy the inputs that are not static.
+    """
+    module.meta["dynamo_compile_id"] = "paraxis"
+    tensors: list[tuple[str, nn.Parameter | torch.Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    module._param_name_to_source = {name: LocalSource(name) for name, _ in tensors}  # type: ignore[assignment]
+    for i, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        node._dynamo_source = LocalSource(f"argument_{i}")
+        if i in static:
+            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}

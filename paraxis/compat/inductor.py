@@ -1,0 +1,58 @@
+"""Private APIs of Inductor.
+
+Most of Inductor takes a second to import, and a planned model that runs eagerly never needs it: hence the imports
+inside of functions. Seen on torch 2.11, 2.13 and 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import GraphModule
+
+__all__ = [
+    "CustomGraphPass",
+    "compile_graph",
+    "cpp_compile_failed",
+    "get_hash_for_files",
+    "has_custom_pre_pass",
+    "load_cpp_library",
+    "options_of_mode",
+]
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """Inductor's options for a mode of ``torch.compile``; public are the names of the modes alone."""
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def compile_graph(module: GraphModule, inputs: Sequence[Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Compile a graph of ATen operators for these (fake) inputs; ``torch.compile`` would capture it once more."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(module, inputs, config_patches=options)
+
+
+def has_custom_pre_pass() -> bool:
+    """Whether the user has set ``post_grad_custom_pre_pass``, the slot for a pass before Inductor's own."""
+    from torch._inductor import config
+
+    return config.post_grad_custom_pre_pass is not None
+
+
+def cpp_compile_failed(error: BaseException) -> bool:
+    """Whether Inductor failed because the C++ that it generated does not compile."""
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    return isinstance(error, InductorError) and isinstance(error.inner_exception, CppCompileError)
+
+
+def load_cpp_library(source: str) -> Any:
+    """Build C++ source with Inductor's compiler flags, or load what was built before; a ``ctypes`` library."""
+    from torch._inductor.codecache import CppCodeCache
+
+    return CppCodeCache.load(source)

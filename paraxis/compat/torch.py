@@ -1,0 +1,192 @@
+"""Private APIs of torch that are loaded with torch itself.
+
+Seen on torch 2.11, 2.13 and 2.15 unless an entry says otherwise. Names are bound here once: a call site pays no extra
+Python frame (``attrgetter`` runs in C).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C import (
+    DisableTorchFunctionSubclass,
+    _current_graph_task_id,
+    _functorch,
+    _get_mkldnn_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _set_grad_enabled,
+)
+from torch._decomp import core_aten_decompositions
+from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _len_torch_dispatch_stack_pre_dispatch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.autograd import forward_ad
+from torch.nn import _reduction
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
+
+__all__ = [
+    "DisableTorchFunctionSubclass",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
+    "TorchDispatchMode",
+    "call_forward_and_hooks",
+    "core_aten_decompositions",
+    "current_dispatch_modes",
+    "current_graph_task",
+    "disable_dispatch_modes",
+    "dispatch_mode_depth",
+    "foreach_mul",
+    "fused_sdp_choice",
+    "has_compiled_call",
+    "higher_order_name",
+    "is_grad_mode_switch",
+    "is_observed",
+    "is_traceable_wrapper_subclass",
+    "legacy_reduction",
+    "make_subclass",
+    "make_wrapper_subclass",
+    "mark_as_parameter",
+    "mkldnn_enabled",
+    "operator_name",
+    "overload_name",
+    "overload_of",
+    "packet_name",
+    "pytree",
+    "register_ordered_effect",
+    "schema_of",
+    "schema_or_none",
+    "set_compiled_call",
+    "storage_key",
+    "unset_fake_temporarily",
+]
+
+# -- operators -----------------------------------------------------------------------------------------------------
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""The ``FunctionSchema`` of an operator overload: argument names, aliasing, mutability."""
+
+operator_name: Callable[[Any], str] = attrgetter("_schema.name")
+"""The qualified name of an operator overload, without the overload: ``aten::add``."""
+
+packet_name: Callable[[Any], str] = attrgetter("_opname")
+"""The name of an operator overload without namespace and overload: ``add``."""
+
+overload_name: Callable[[Any], str] = attrgetter("_overloadname")
+"""The overload of an operator: ``Tensor`` in ``aten.add.Tensor``."""
+
+
+def schema_or_none(target: Any) -> Any:
+    """The schema of a graph node's target; None if it is a Python function."""
+    return getattr(target, "_schema", None)
+
+
+def overload_of(target: Any) -> Any:
+    """The overload behind the object that ``torch.library.custom_op`` returns; any other target unchanged."""
+    return getattr(target, "_opoverload", target)
+
+
+def higher_order_name(target: Any) -> str:
+    """The name of a higher-order operator such as ``autograd_function_apply``; empty for other targets."""
+    return str(target.name()) if isinstance(target, HigherOrderOperator) else ""
+
+
+def is_grad_mode_switch(target: Any) -> bool:
+    """Whether a node turns gradient computation on or off: what Dynamo leaves of ``with torch.no_grad()``."""
+    return target is _set_grad_enabled or target is torch.set_grad_enabled
+
+
+def register_ordered_effect(name: str) -> None:
+    """Keep calls of the operator ``namespace::name`` in program order: a compiler must not reorder collectives."""
+    _register_effectful_op(name, _EffectType.ORDERED)
+
+
+fused_sdp_choice: Callable[..., int] = torch._fused_sdp_choice
+"""Which kernel ``scaled_dot_product_attention`` picks for these tensors."""
+
+foreach_mul: Callable[..., Any] = torch._foreach_mul
+"""A list of tensors times a scalar in one launch; the fused copy of many tensors (``_foreach_copy_`` loops)."""
+
+legacy_reduction: Callable[..., str] = _reduction.legacy_get_string
+"""The ``reduction`` that the deprecated arguments ``size_average`` and ``reduce`` of a loss stand for."""
+
+mkldnn_enabled: Callable[[], bool] = _get_mkldnn_enabled
+"""Whether ATen may call oneDNN; the public flag can only be set."""
+
+# -- tensor subclasses and storages --------------------------------------------------------------------------------
+
+make_wrapper_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+"""A tensor subclass without storage of its own, as ``torch.utils._python_dispatch`` tells authors to create it."""
+
+make_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
+"""A tensor of another class on the same storage."""
+
+storage_key: Callable[[Any], int] = attrgetter("_cdata")
+"""Identity of a storage: the same for all Python objects of one C++ storage."""
+
+
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Make ``isinstance(tensor, nn.Parameter)`` true for a tensor subclass."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+
+
+# -- modules -------------------------------------------------------------------------------------------------------
+
+
+def call_forward_and_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its hooks, bypassing the compiled call that was installed on it."""
+    return module._call_impl(*args, **kwargs)
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Let ``module(...)`` run ``call`` instead, the way ``nn.Module.compile`` does."""
+    module._compiled_call_impl = call  # type: ignore[assignment]
+
+
+def has_compiled_call(module: nn.Module) -> bool:
+    """Whether calling the module runs compiled code instead of its forward."""
+    return module._compiled_call_impl is not None
+
+
+# -- who watches ---------------------------------------------------------------------------------------------------
+
+current_graph_task: Callable[[], int] = _current_graph_task_id
+"""The backward pass that runs on this thread; -1 outside of one."""
+
+dispatch_mode_depth: Callable[[], int] = _len_torch_dispatch_stack
+"""How many ``TorchDispatchMode`` are active."""
+
+disable_dispatch_modes: Callable[[], Any] = _disable_current_modes
+"""A context in which no ``TorchDispatchMode`` is active."""
+
+current_dispatch_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dispatch_mode_stack
+"""The active modes, the outermost first."""
+
+
+def is_observed() -> bool:
+    """Whether something must see every ATen call: autograd, Dynamo, a dispatch mode, autocast, functorch or jit.
+
+    A kernel that bypasses the dispatcher may run only if not.
+    """
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or torch.is_autocast_enabled("cpu")
+        or _functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or _is_tracing()
+        or _len_torch_dispatch_stack_pre_dispatch() > 0
+    )

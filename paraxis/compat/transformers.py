@@ -1,0 +1,159 @@
+"""Private and version-dependent APIs of transformers.
+
+transformers takes seconds to import, so every import is inside of a function. Seen on transformers 5.17, 5.22 and 5.23
+unless an entry says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = [
+    "attention_implementation",
+    "checkpoint_conversions",
+    "dtype_by_name",
+    "grouped_mm_fallback",
+    "has_adapters_loaded",
+    "init_weights_of",
+    "initialize_weights_slot",
+    "install_output_hooks",
+    "keys_to_ignore_on_save",
+    "logger_methods",
+    "merges_parallel_plans",
+    "parallel_styles",
+    "revert_weight_conversion",
+    "set_attention_implementation",
+    "supports_attention_interface",
+]
+
+# -- capturing -----------------------------------------------------------------------------------------------------
+
+
+def install_output_hooks(model: nn.Module) -> None:
+    """Install the hooks that collect hidden states and attentions.
+
+    transformers does so lazily in the first forward, under a lock that Dynamo cannot trace.
+    """
+    if not hasattr(model, "base_model_prefix"):
+        return
+    try:
+        from transformers.utils.output_capturing import maybe_install_capturing_hooks
+    except ImportError:  # a version that collects these outputs in another way
+        return
+    maybe_install_capturing_hooks(model)
+
+
+def logger_methods() -> list[Callable[..., Any]]:
+    """The methods of loggers that models call in ``forward``; transformers adds the ``_once`` ones when imported."""
+    import transformers.utils.logging  # noqa: F401
+
+    names = ("debug", "info", "warning", "warning_once", "warning_advice", "info_once", "error")
+    return [getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)]
+
+
+# -- building ------------------------------------------------------------------------------------------------------
+
+
+def initialize_weights_slot() -> tuple[type, str]:
+    """The class and the method through which a model that is built initializes each of its modules."""
+    from transformers import PreTrainedModel
+
+    return PreTrainedModel, "_initialize_weights"
+
+
+def init_weights_of(model: Any) -> Callable[[nn.Module], None] | None:
+    """The model's own initialization of one module; None for models that are not of transformers."""
+    return getattr(model, "_init_weights", None)
+
+
+def dtype_by_name(model: Any, dtype: torch.dtype, names: Iterable[str]) -> dict[str, torch.dtype]:
+    """The parameters and buffers for which the model's class demands another dtype than ``dtype``."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    demanded = model._get_dtype_plan(dtype)
+    if not demanded:
+        return {}
+    pattern, globs, _ = build_glob_alternation(list(demanded))
+    matches = {name: pattern.search(name) for name in names}
+    return {
+        name: demanded[globs[match.lastgroup]]
+        for name, match in matches.items()
+        if match is not None and match.lastgroup is not None
+    }
+
+
+def attention_implementation(config: Any) -> str | None:
+    """The attention that a configuration asks for: ``sdpa``, ``eager``, ...; None if it says nothing."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def set_attention_implementation(config: Any, implementation: str) -> None:
+    """Let models of this configuration compute attention in this way."""
+    config._attn_implementation = implementation
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------
+
+
+def checkpoint_conversions(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """What transformers does to the names and tensors of checkpoints of this model: (renamings, conversions)."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    found = list(get_model_conversion_mapping(model))
+    renamings = [t for t in found if isinstance(t, WeightRenaming)]
+    return renamings, [t for t in found if isinstance(t, WeightConverter)]
+
+
+def revert_weight_conversion(model: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a model in the form that its checkpoints store."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, state))
+
+
+def keys_to_ignore_on_save(model: Any) -> Iterable[str]:
+    """The names that the model's class leaves out of its checkpoints."""
+    return getattr(model, "_keys_to_ignore_on_save", None) or ()
+
+
+# -- other features ------------------------------------------------------------------------------------------------
+
+
+def supports_attention_interface(model: Any) -> bool:
+    """Whether the model computes attention through transformers' attention interface."""
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+def has_adapters_loaded(model: Any) -> bool:
+    """Whether adapters were added to a model by transformers' own PEFT methods."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def parallel_styles() -> set[str]:
+    """The names of the tensor-parallel styles that the installed transformers has."""
+    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
+
+    return set(ALL_PARALLEL_STYLES.keys())
+
+
+def merges_parallel_plans() -> bool:
+    """Whether transformers merges a user's plan with the one it ships; before 5.18 the user's replaced it."""
+    from transformers.distributed import tensor_parallel
+
+    return hasattr(tensor_parallel, "resolve_parallel_plans")
+
+
+def grouped_mm_fallback() -> Any:
+    """The operator that mixture-of-experts layers call where torch has no grouped GEMM; None if there is none."""
+    try:
+        import transformers.integrations.moe  # noqa: F401 -- defines the operator
+    except ImportError:
+        return None
+    operator = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    return None if operator is None else operator.default
