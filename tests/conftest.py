@@ -10,9 +10,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+from models.tiny import save
 
 from ranks import RankPool
 
@@ -64,3 +66,20 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool_of
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """`checkpoints("llama", **overrides)` is the folder of this tiny model, saved once per session: do not write there.
+
+    See `models/tiny.py` for the names and the fields of the configuration that can be overridden.
+    """
+    folders: dict[str, str] = {}
+
+    def folder_of(name: str, **overrides: Any) -> str:
+        key = f"{name} {sorted(overrides.items())}"
+        if key not in folders:
+            folders[key] = save(name, tmp_path_factory.mktemp(name), **overrides)
+        return folders[key]
+
+    return folder_of

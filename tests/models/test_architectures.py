@@ -1,4 +1,4 @@
-"""Whole models of many architectures against the unsharded ones: logits, loss, every gradient, tokens, sharding."""
+"""Models of many architectures against the unsharded ones: logits, loss, every gradient, tokens, sharding."""
 
 from __future__ import annotations
 
@@ -6,27 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from marks import long
-from models.compare import batch, gradient_errors, parallel, reference
-from models.tiny import CONFIGS, PARALLEL_BLOCKS, config, save
+from models.compare import batch, gradient_errors, max_difference, parallel, reference, same_tokens
+from models.tiny import CONFIGS, PARALLEL_BLOCKS, config
 
 from paraxis.distributed.collectives import count_collectives
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, str] = {}
-
-    def get(name: str) -> str:
-        if name not in made:
-            made[name] = save(name, tmp_path_factory.mktemp(name))
-        return made[name]
-
-    return get
-
-
-def check(folder: str, thorough: bool) -> dict[str, Any]:
-    """One forward and backward with labels; if thorough, also without gradients, another shape, and generation."""
+def run_beside_unsharded(folder: str, thorough: bool) -> dict[str, Any]:
+    """A training step; if thorough, also inference, another shape and generation."""
     model, ctx = parallel(folder)
     unsharded = reference(folder)
     ids, labels = batch(unsharded.config.vocab_size)
@@ -34,7 +21,6 @@ def check(folder: str, thorough: bool) -> dict[str, Any]:
     result.loss.backward()
     right.loss.backward()
     found = {
-        "class": type(model).__name__,
         "same_class": type(model) is type(unsharded),
         "logits": result.logits.detach(),
         "expected": right.logits.detach(),
@@ -43,38 +29,37 @@ def check(folder: str, thorough: bool) -> dict[str, Any]:
         "tied": model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         "collectives": ctx.plan.count(),
         "fraction": ctx.plan.sharded_fraction,
-        "whole": [n for n, _ in ctx.plan.replicated if len(ctx.plan.parameters[n].global_shape) > 1],
+        "replicated": [n for n, _ in ctx.plan.replicated if len(ctx.plan.parameters[n].global_shape) > 1],
         "layers": [(x.name, x.kind, x.axis) for x in ctx.plan.layers],
         "local": sum(p.to_local().numel() for p in model.parameters()),
         "total": sum(p.numel() for p in model.parameters()),
     }
-    return {**found, **again(model, ctx, unsharded, ids)} if thorough else found
+    return {**found, **run_again(model, ctx, unsharded, ids)} if thorough else found
 
 
-def again(model: Any, ctx: Any, unsharded: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Later captures: other modes and shapes, and generation with a cache."""
+def run_again(model: Any, ctx: Any, unsharded: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Later captures: inference, another shape, and generation with a KV cache."""
     before, compiled = {name: id(p) for name, p in model.named_parameters()}, ctx.compile_times
-    with torch.no_grad(), count_collectives() as collectives:
-        first = model(input_ids=ids).logits - unsharded(input_ids=ids).logits
-    longer = ids[:1].repeat(1, 2)
     with torch.no_grad():
-        second = model(input_ids=longer).logits - unsharded(input_ids=longer).logits
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+        with count_collectives() as collectives:
+            first = max_difference(model(input_ids=ids).logits, unsharded(input_ids=ids).logits)
+        longer = ids[:1].repeat(1, 2)
+        second = max_difference(model(input_ids=longer).logits, unsharded(input_ids=longer).logits)
     return {
-        "ran": dict(collectives.counts),
-        "differences": [float(d.abs().max()) for d in (first, second)],
-        "tokens": [m.generate(ids, **options) for m in (model, unsharded)],
+        "counted": dict(collectives.counts),
+        "differences": [first, second],
+        "tokens": same_tokens(model, unsharded, ids, 6),
         "same_parameters": before == {name: id(p) for name, p in model.named_parameters()},
         "recompiled": ctx.compile_times - compiled,
     }
 
 
 THOROUGH = ("llama-tied", "gpt2")
-"""Structurally different ones, which also run in other modes and shapes, and generate."""
+"""Structurally different ones, for which inference, another shape and generation are compared too."""
 ALWAYS = {("llama-tied", 2), ("gpt2", 2), ("bloom", 2)}
-"""For the time it takes not all of them everywhere: the others are built alike, and the zoo has them."""
+"""What `make test` has time for: the others have a similar structure, and the zoo covers them."""
 CASES = [
-    pytest.param(name, world, marks=() if (name, world) in ALWAYS else long)
+    pytest.param(name, world, marks=() if (name, world) in ALWAYS else pytest.mark.long)
     for name in CONFIGS
     for world in (1, 2, 4)
     if world == 2 or name in {1: ("llama-tied", "gpt2", "falcon"), 4: ("llama-tied", "gpt2", "bloom", "olmo2")}[world]
@@ -82,9 +67,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "world"), CASES)
-def test_equals_the_unsharded_model(name: str, world: int, ranks: Any, checkpoint: Any) -> None:
+def test_parallel_model_equals_the_unsharded_one(name: str, world: int, ranks: Any, checkpoints: Any) -> None:
     thorough = world == 2 and name in THOROUGH
-    results = ranks(world).run(check, checkpoint(name), thorough, timeout=300)
+    results = ranks(world).run(run_beside_unsharded, checkpoints(name), thorough, timeout=300)
     for found in results:
         assert found["same_class"]
         assert (found["logits"] - found["expected"]).abs().max() < 1e-4
@@ -93,18 +78,17 @@ def test_equals_the_unsharded_model(name: str, world: int, ranks: Any, checkpoin
         assert not wrong, wrong
         assert found["tied"] == bool(getattr(config(name), "tie_word_embeddings", False))
         assert torch.equal(found["logits"], results[0]["logits"]), "the ranks disagree"
-        check_sharding(name, found, world, layers=2)
+        assert_sharded(name, found, world, layers=2)
         if thorough:
-            assert max(found["differences"]) < 1e-4
-            assert torch.equal(*found["tokens"])
+            assert max(found["differences"]) < 1e-4 and found["tokens"]
             assert found["same_parameters"] and found["recompiled"] >= 2
-            assert found["ran"] == found["collectives"]
+            assert found["counted"] == found["collectives"]
 
 
-def check_sharding(name: str, found: dict[str, Any], world: int, layers: int) -> None:
+def assert_sharded(name: str, found: dict[str, Any], world: int, layers: int) -> None:
     """Everything that can be sharded is, with few collectives."""
     assert all(axis in ("column", "row", "vocab") for _, _, axis in found["layers"]), found["layers"]
-    assert found["whole"] == []
+    assert found["replicated"] == []
     collectives = found["collectives"]
     if world == 1:
         assert collectives == {} and found["local"] == found["total"]
@@ -112,7 +96,7 @@ def check_sharding(name: str, found: dict[str, Any], world: int, layers: int) ->
     assert found["fraction"] <= {2: 0.55, 4: 0.30}[world]
     assert found["local"] <= {2: 0.55, 4: 0.30}[world] * found["total"]
     per_layer = 1 if name in PARALLEL_BLOCKS else 2
-    if name == "olmo2":  # its norms over all heads need two means over the ranks, numbers per token, summed together
+    if name == "olmo2":  # its norms over all heads need two means over the ranks, which share one small all-reduce
         per_layer += 1
     assert collectives["all_reduce"] <= per_layer * layers + 1
     assert collectives.get("all_gather", 0) <= 1

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from models.compare import batch, gradient_errors, parallel, reference
-from models.tiny import save
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def check(folder: str, dtype: torch.dtype) -> dict[str, Any]:
+def run_beside_unsharded(folder: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A training step and generation, against the unsharded model in the same dtype and in float64."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model, ctx = parallel(folder, "cuda:0", torch_dtype=dtype)
     unsharded, exact = reference(folder, dtype=dtype).cuda(), reference(folder, dtype=torch.float64).cuda()
@@ -46,8 +46,8 @@ def check(folder: str, dtype: torch.dtype) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
-def test_float32_on_a_gpu(name: str, ranks: Any, tmp_path: Any) -> None:
-    results = ranks(2).run(check, save(name, tmp_path), torch.float32, timeout=300)
+def test_float32_equals_the_unsharded_model(name: str, ranks: Any, checkpoints: Any) -> None:
+    results = ranks(2).run(run_beside_unsharded, checkpoints(name), torch.float32, timeout=300)
     for found in results:
         assert found["device"] == {"cuda"} and found["fraction"] <= 0.55
         assert found["logits"] < 1e-4 and found["loss"] < 1e-5
@@ -57,9 +57,9 @@ def test_float32_on_a_gpu(name: str, ranks: Any, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_bfloat16_on_a_gpu(name: str, ranks: Any, tmp_path: Any) -> None:
-    """Rounding makes bfloat16 differ: the parallel model must be as close to the truth as the unsharded one."""
-    results = ranks(2).run(check, save(name, tmp_path), torch.bfloat16, timeout=300)
+def test_bfloat16_is_as_accurate_as_unsharded(name: str, ranks: Any, checkpoints: Any) -> None:
+    """Rounding makes bfloat16 differ: compared with float64, the parallel model must be as close as the unsharded."""
+    results = ranks(2).run(run_beside_unsharded, checkpoints(name), torch.bfloat16, timeout=300)
     for found in results:
         assert found["dtype"] == {torch.bfloat16} and found["device"] == {"cuda"}
         assert found["error"] <= 1.5 * found["plain_error"]
@@ -70,7 +70,7 @@ def test_bfloat16_on_a_gpu(name: str, ranks: Any, tmp_path: Any) -> None:
 
 
 def compiled_tokens(folder: str, mode: str | None) -> dict[str, bool]:
-    """Whether a compiled model gives the unsharded one's tokens, with a growing and with a static cache."""
+    """Whether a compiled model generates the unsharded one's tokens, with a dynamic and with a static cache."""
     model, _ = parallel(folder, "cuda:0", torch_dtype=torch.float32, compile="inductor", mode=mode)
     model.eval()
     unsharded = reference(folder, dtype=torch.float32).cuda()
@@ -84,7 +84,9 @@ def compiled_tokens(folder: str, mode: str | None) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize(("world", "mode"), [(2, None), (1, "reduce-overhead")])
-def test_compiled_on_a_gpu(world: int, mode: str | None, ranks: Any, tmp_path: Any) -> None:
-    """One rank records CUDA graphs; gloo's collectives cannot be recorded."""
-    for found in ranks(world).run(compiled_tokens, save("llama", tmp_path), mode, timeout=400):
+def test_compiled_model_generates_the_unsharded_tokens(
+    world: int, mode: str | None, ranks: Any, checkpoints: Any
+) -> None:
+    """With one rank, CUDA graphs are captured; collectives of gloo cannot be."""
+    for found in ranks(world).run(compiled_tokens, checkpoints("llama"), mode, timeout=400):
         assert found == {"dynamic": True, "static": True}

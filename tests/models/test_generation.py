@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from marks import long
-from models.tiny import save
+from models.compare import batch, parallel, reference
 
 NEW = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
 
-def handed_in(model: Any, ids: torch.Tensor) -> list[Any]:
-    """A cache of the user's, filled by a call of the model and then given to ``generate``."""
+def own_cache(model: Any, ids: torch.Tensor) -> list[Any]:
+    """The user's own cache, prefilled by a call of the model and then passed to ``generate``."""
     from transformers import DynamicCache
 
     cache = DynamicCache(config=model.config)
@@ -24,7 +23,7 @@ def handed_in(model: Any, ids: torch.Tensor) -> list[Any]:
 
 
 def conversation(model: Any, ids: torch.Tensor) -> list[Any]:
-    """A second turn on the cache of the first."""
+    """A second turn, with the cache of the first."""
     first = model.generate(ids, return_dict_in_generate=True, **NEW)
     more = torch.cat([first.sequences, ids[:, :4]], 1)
     return model.generate(more, past_key_values=first.past_key_values, **NEW).tolist()
@@ -38,25 +37,24 @@ def padded(model: Any, ids: torch.Tensor) -> list[Any]:
 
 
 def modes(assistant: Any) -> dict[str, Callable[[Any, torch.Tensor], list[Any]]]:
+    """The ways to generate, each a function of the model and the prompt."""
     return {
         "static cache": lambda m, ids: m.generate(ids, cache_implementation="static", **NEW).tolist(),
         "beams": lambda m, ids: m.generate(ids, num_beams=3, **NEW).tolist(),
         "padded": padded,
         "assisted": lambda m, ids: m.generate(ids[:1], assistant_model=assistant, **NEW).tolist(),
-        "handed in": handed_in,
+        "own cache": own_cache,
         "conversation": conversation,
     }
 
 
-def generated(folder: str, which: tuple[str, ...]) -> dict[str, Any]:
-    """What differs on this rank, and which part of the heads a cache has here."""
-    from models.compare import batch, parallel, reference
-
+def generate_beside_unsharded(folder: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """The modes whose tokens differ on this rank, and the share of the heads that a KV cache holds here."""
     (model, _), unsharded = parallel(folder), reference(folder)
     model.eval()
     ids = batch(unsharded.config.vocab_size)[0]
     differ = []
-    for name in which:
+    for name in names:
         run = modes(unsharded)[name]
         expected = run(unsharded, ids)
         if run(model, ids) != expected:
@@ -64,16 +62,45 @@ def generated(folder: str, which: tuple[str, ...]) -> dict[str, Any]:
     heads = {}
     for name, options in {"beams": {"num_beams": 3}, "static": {"cache_implementation": "static"}}.items():
         cache = model.generate(ids, return_dict_in_generate=True, **options, **NEW).past_key_values
-        heads[name] = cache.layers[0].keys._local.shape[1] / unsharded.config.num_key_value_heads
+        heads[name] = cache.layers[0].keys.to_local().shape[1] / unsharded.config.num_key_value_heads
     return {"differ": differ, "heads": heads}
 
 
 @pytest.mark.parametrize(
-    "which",
-    [("conversation",), pytest.param(("static cache", "beams", "padded", "assisted", "handed in"), marks=long)],
-    ids=["one", "the others"],
+    "names",
+    [
+        ("conversation",),
+        pytest.param(("static cache", "beams", "padded", "assisted", "own cache"), marks=pytest.mark.long),
+    ],
+    ids=["conversation", "other modes"],
 )
-def test_every_mode(ranks: Any, tmp_path: Path, which: tuple[str, ...]) -> None:
-    for found in ranks(2).run(generated, save("llama-tied", tmp_path), which, timeout=300):
+def test_tokens_equal_the_unsharded_models(ranks: Any, checkpoints: Any, names: tuple[str, ...]) -> None:
+    for found in ranks(2).run(generate_beside_unsharded, checkpoints("llama-tied"), names, timeout=300):
         assert not found["differ"]
-        assert found["heads"] == {"beams": 0.5, "static": 0.5}, "a cache holds local heads only"
+        assert found["heads"] == {"beams": 0.5, "static": 0.5}, "a KV cache holds the local heads only"
+
+
+def cache_bytes_before_and_after(folder: str) -> tuple[int, int]:
+    """Bytes of 4-dimensional tensors other than parameters before generation and after it, its cache deleted."""
+    model, _ = parallel(folder)
+    ids = torch.arange(64)[None] % 90 + 3
+
+    def count() -> int:
+        gc.collect()
+        own = {p.to_local().untyped_storage().data_ptr() for p in model.parameters()}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in gc.get_objects()
+            if type(t) is torch.Tensor and t.device.type == "cpu" and t.dim() == 4
+        }
+        return sum(size for address, size in storages.items() if address not in own)
+
+    before = count()
+    with torch.no_grad():
+        model.generate(ids, max_new_tokens=4, do_sample=False)
+    return before, count()
+
+
+def test_the_kv_cache_is_freed_after_generation(ranks: Any, checkpoints: Any) -> None:
+    for before, after in ranks(2).run(cache_bytes_before_and_after, checkpoints("llama")):
+        assert after == before

@@ -1,38 +1,44 @@
-"""Training a parallel model with what people train with, beside the unsharded model."""
+"""Training a parallel model beside the unsharded one: optimizers, clipping, mixed precision, frozen parameters."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from marks import long
-from models.compare import batch, context, gradient_errors, parallel, reference
-from models.tiny import save
+from models.compare import (
+    batch,
+    gradient_errors,
+    max_difference,
+    parallel,
+    parallel_module,
+    parameter_errors,
+    reference,
+    same_tokens,
+)
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
-from paraxis import parallelize_model
-
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One layer; a KV head that lives on both ranks, and a vocabulary that does not divide."""
-    return save("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=1, num_key_value_heads=1, vocab_size=251)
+@pytest.fixture
+def folder(checkpoints: Any) -> str:
+    """One layer, a KV head that is replicated on both ranks, and a vocabulary that is not divisible by two."""
+    return checkpoints("llama", num_hidden_layers=1, num_key_value_heads=1, vocab_size=251)
 
 
 def optimizer_of(kind: str, model: Any) -> torch.optim.Optimizer:
+    """An optimizer of this kind for the parameters that are trained."""
     from transformers.optimization import Adafactor
 
     parameters = [p for p in model.parameters() if p.requires_grad]
-    made: dict[str, Any] = {
+    makers: dict[str, Any] = {
         "adamw": lambda: torch.optim.AdamW(parameters, lr=1e-2, foreach=False),
         "adamw-foreach": lambda: torch.optim.AdamW(parameters, lr=1e-2, foreach=True),
         "adamw-fused": lambda: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
@@ -46,18 +52,13 @@ def optimizer_of(kind: str, model: Any) -> torch.optim.Optimizer:
         "adafactor-transformers": lambda: Adafactor(parameters, scale_parameter=True, relative_step=True),
         "muon": lambda: torch.optim.Muon([p for p in parameters if p.ndim == 2], lr=1e-2),
     }
-    return made[kind]()
-
-
-def parameter_errors(model: Any, unsharded: Any) -> dict[str, float]:
-    pairs = zip(model.named_parameters(), unsharded.parameters(), strict=True)
-    return {name: float((found.full_tensor() - right).detach().norm() / right.norm()) for (name, found), right in pairs}
+    return makers[kind]()
 
 
 def train(
     model: Any, optimizer: torch.optim.Optimizer, scheduler: Any = None, clip: float | None = None
 ) -> list[float]:
-    """Losses of some steps, each of two batches."""
+    """Losses of some steps with two micro-batches each."""
     ids, labels = batch(251)
     losses = []
     for _ in range(STEPS):
@@ -74,8 +75,8 @@ def train(
     return losses
 
 
-def optimizers(folder: str, kinds: list[str]) -> dict[str, Any]:
-    """For every kind: by how much the losses differ, and the parameters after some steps with a falling rate."""
+def run_optimizers(folder: str, kinds: list[str]) -> dict[str, Any]:
+    """For every kind: errors of losses and parameters after some steps with a decaying rate, and if the loss falls."""
     model, unsharded = parallel(folder)[0], reference(folder)
     before = [p.detach().clone() for p in unsharded.parameters()]
     found = {}
@@ -100,15 +101,15 @@ FAST = ["adamw-fused", "sgd", "adafactor", "adafactor-transformers"]  # AdamW ot
 MORE = ["adamw", "adamw-foreach", "amsgrad", "sgd-fused", "adagrad", "rmsprop", "muon", "adafactor-foreach"]
 
 
-@pytest.mark.parametrize("kinds", [FAST, pytest.param(MORE, marks=long)])
-def test_optimizers_follow_the_unsharded_run(folder: str, ranks: Any, kinds: list[str]) -> None:
-    for found in ranks(2).run(optimizers, folder, kinds):
+@pytest.mark.parametrize("kinds", [FAST, pytest.param(MORE, marks=pytest.mark.long)])
+def test_optimizer_follows_the_unsharded_model(folder: str, ranks: Any, kinds: list[str]) -> None:
+    for found in ranks(2).run(run_optimizers, folder, kinds):
         assert list(found) == kinds
         for kind, (losses, parameters, falls) in found.items():
             assert losses < 1e-4 and parameters < 1e-3 and falls, f"{kind}: {losses}, {parameters}"
 
 
-def clipped(folder: str) -> list[list[float]]:
+def clip_norms(folder: str) -> list[list[float]]:
     """For every kind of norm: the total norm and that of a clipped gradient, parallel and unsharded."""
     model, unsharded = parallel(folder)[0], reference(folder)
     ids, labels = batch(251)
@@ -120,32 +121,33 @@ def clipped(folder: str) -> list[list[float]]:
                 each.zero_grad()
                 each(input_ids=ids, labels=labels).loss.backward()
                 total = nn.utils.clip_grad_norm_(each.parameters(), 0.1, norm_type=norm_type, foreach=foreach)
-                grad = each.get_parameter("model.layers.0.self_attn.k_proj.weight").grad  # copies on both ranks
+                grad = each.get_parameter("model.layers.0.self_attn.k_proj.weight").grad  # replicated on both ranks
                 grad = grad.full_tensor() if each is model else grad
                 row += [float(total), float(grad.norm())]
             found.append(row)
     return found
 
 
-@long
-def test_every_element_counts_once_in_a_norm(folder: str, ranks: Any) -> None:
-    for found in ranks(2).run(clipped, folder):
-        for total, part, right_total, right_part in found:
-            assert total == pytest.approx(right_total, rel=1e-5) and part == pytest.approx(right_part, rel=1e-4)
+@pytest.mark.long
+def test_gradient_norm_counts_every_element_once(folder: str, ranks: Any) -> None:
+    for found in ranks(2).run(clip_norms, folder):
+        for total, clipped, right_total, right_clipped in found:
+            assert total == pytest.approx(right_total, rel=1e-5)
+            assert clipped == pytest.approx(right_clipped, rel=1e-4)
 
 
-def scaled(folder: str) -> dict[str, Any]:
-    """A step of a scaler, then one with infinity in what the second rank alone holds."""
+def scale_gradients(folder: str) -> dict[str, Any]:
+    """A step with a GradScaler, then one with an infinity in the second rank's shard only."""
     model, unsharded = parallel(folder)[0], reference(folder)
     ids, labels = batch(251)
     errors, skipped, scales = [], [], []
-    for poisoned in (False, True):
+    for overflow in (False, True):
         for each in (model, unsharded):
             optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
             scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
             each.zero_grad()
             scaler.scale(each(input_ids=ids, labels=labels).loss).backward()
-            if poisoned and each is model and dist.get_rank() == 1:
+            if overflow and each is model and dist.get_rank() == 1:
                 each.get_parameter("lm_head.weight").grad.to_local()[-1, 0] = float("inf")
             before = each.get_parameter("model.norm.weight").detach().clone()
             scaler.unscale_(optimizer)
@@ -156,51 +158,51 @@ def scaled(folder: str) -> dict[str, Any]:
                 after = each.get_parameter("model.norm.weight").detach()
                 skipped.append(torch.equal(before.to_local(), after.to_local()))
                 scales.append(scaler.get_scale())
-        if not poisoned:
+        if not overflow:
             errors = list(parameter_errors(model, unsharded).values())
     return {"errors": errors, "skipped": skipped, "scales": scales}
 
 
-def test_infinity_on_one_rank_skips_the_step_on_all(folder: str, ranks: Any) -> None:
-    for found in ranks(2).run(scaled, folder):
+def test_overflow_on_one_rank_skips_the_step_on_all(folder: str, ranks: Any) -> None:
+    for found in ranks(2).run(scale_gradients, folder):
         assert max(found["errors"]) < 1e-4
         assert found["skipped"] == [False, True] and found["scales"] == [1024.0, 512.0]
 
 
-def averaged(folder: str) -> dict[str, Any]:
-    """Averages of the parameters by torch's tool and by hand, and the averaged model itself."""
+def average_parameters(folder: str) -> dict[str, Any]:
+    """Moving averages of the parameters, by torch's AveragedModel and by lerp_."""
     model, unsharded = parallel(folder)[0], reference(folder)
     ids, _ = batch(251)
-    logits, by_hand = [], []
+    logits, averages = [], []
     for each in (model, unsharded):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
         average = AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.7))
-        hand = copy.deepcopy(each)
+        lerped = copy.deepcopy(each)
         for _ in range(2):
             train(each, optimizer)
             average.update_parameters(each)
             with torch.no_grad():
-                for mean, parameter in zip(hand.parameters(), each.parameters(), strict=True):
+                for mean, parameter in zip(lerped.parameters(), each.parameters(), strict=True):
                     mean.lerp_(parameter, 0.3)
         with torch.no_grad():
-            logits.append([m(input_ids=ids).logits for m in (each, average, hand)])
-        by_hand.append(hand)
+            logits.append([m(input_ids=ids).logits for m in (each, average, lerped)])
+        averages.append(lerped)
     return {
-        "differences": [float((a - b).abs().max()) for a, b in zip(*logits, strict=True)],
-        "apart": float((logits[0][0] - logits[0][1]).abs().max()),
-        "by_hand": max(parameter_errors(*by_hand).values()),
+        "differences": [max_difference(a, b) for a, b in zip(*logits, strict=True)],
+        "change": max_difference(logits[0][0], logits[0][1]),
+        "averages": max(parameter_errors(*averages).values()),
     }
 
 
-@long
-def test_averages_of_the_parameters(folder: str, ranks: Any) -> None:
-    for found in ranks(2).run(averaged, folder):
-        assert max(found["differences"]) < 1e-4 and found["by_hand"] < 1e-4
-        assert found["apart"] > 1e-2, "the averaged model is the model itself"
+@pytest.mark.long
+def test_averaged_model_equals_the_unsharded_average(folder: str, ranks: Any) -> None:
+    for found in ranks(2).run(average_parameters, folder):
+        assert max(found["differences"]) < 1e-4 and found["averages"] < 1e-4
+        assert found["change"] > 1e-2, "the averaged model has the parameters of the model"
 
 
-def narrow(folder: str, way: str) -> dict[str, Any]:
-    """Autocast, or parameters in bfloat16: how far loss and gradients are from float64, both models."""
+def train_in_bfloat16(folder: str, way: str) -> dict[str, Any]:
+    """Errors of loss and gradients against float64, of both models, with autocast or with parameters in bfloat16."""
     ids, labels = batch(251)
     exact = reference(folder).double()
     exact(input_ids=ids, labels=labels).loss.backward()
@@ -208,7 +210,7 @@ def narrow(folder: str, way: str) -> dict[str, Any]:
     dtype = torch.bfloat16 if way == "parameters" else None
     model = parallel(folder, torch_dtype=dtype)[0]
     unsharded = reference(folder) if dtype is None else reference(folder, dtype=dtype)
-    found: dict[str, Any] = {"kinds": []}
+    found: dict[str, Any] = {"dtypes": []}
     for key, each in (("ours", model), ("theirs", unsharded)):
         with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
             output = each(input_ids=ids, labels=labels)
@@ -219,26 +221,26 @@ def narrow(folder: str, way: str) -> dict[str, Any]:
             grad = parameter.grad.full_tensor() if each is model else parameter.grad
             errors.append(float((grad.double() - right[name]).norm() / right[name].norm()))
         found[key] = (abs(float(output.loss.double() - exact(input_ids=ids, labels=labels).loss)), max(errors))
-        found["kinds"].append((output.logits.dtype, output.loss.dtype))
+        found["dtypes"].append((output.logits.dtype, output.loss.dtype))
     return found
 
 
-@pytest.mark.parametrize("way", ["autocast", pytest.param("parameters", marks=long)])
-def test_bfloat16_is_as_close_as_unsharded(folder: str, ranks: Any, way: str) -> None:
-    for found in ranks(2).run(narrow, folder, way):
+@pytest.mark.parametrize("way", ["autocast", pytest.param("parameters", marks=pytest.mark.long)])
+def test_bfloat16_is_as_accurate_as_unsharded(folder: str, ranks: Any, way: str) -> None:
+    for found in ranks(2).run(train_in_bfloat16, folder, way):
         (loss, gradient), (their_loss, their_gradient) = found["ours"], found["theirs"]
         assert gradient < 1.5 * their_gradient + 1e-3 and loss < 2 * their_loss + 5e-3, found
-        assert found["kinds"][0] == found["kinds"][1] and found["kinds"][0][0] == torch.bfloat16
+        assert found["dtypes"][0] == found["dtypes"][1] and found["dtypes"][0][0] == torch.bfloat16
 
 
-def frozen(folder: str) -> dict[str, Any]:
-    """Parts of the model are not trained; then others are not."""
+def train_with_frozen_parameters(folder: str) -> dict[str, Any]:
+    """Gradient and parameter errors with the MLPs frozen, then with the attention frozen instead."""
     model, unsharded = parallel(folder)[0], reference(folder)
     found = []
-    for part in ("mlp", "self_attn"):
+    for frozen in ("mlp", "self_attn"):
         for each in (model, unsharded):
             for name, parameter in each.named_parameters():
-                parameter.requires_grad_(part not in name)
+                parameter.requires_grad_(frozen not in name)
                 parameter.grad = None
             train(each, optimizer_of("adamw", each), clip=0.5)
         ids, labels = batch(251)
@@ -247,19 +249,19 @@ def frozen(folder: str) -> dict[str, Any]:
         found.append(
             (max(gradient_errors(model, unsharded).values()), max(parameter_errors(model, unsharded).values()))
         )
-        assert all((p.grad is None) == (part in name) for name, p in model.named_parameters())
+        assert all((p.grad is None) == (frozen in name) for name, p in model.named_parameters())
     return {"errors": found}
 
 
-@long
-def test_frozen_parameters(folder: str, ranks: Any) -> None:
-    for found in ranks(2).run(frozen, folder):
+@pytest.mark.long
+def test_frozen_parameters_have_no_gradient(folder: str, ranks: Any) -> None:
+    for found in ranks(2).run(train_with_frozen_parameters, folder):
         for gradients, parameters in found["errors"]:
             assert gradients < 1e-3 and parameters < 1e-3
 
 
 class Checkpointed(nn.Module):
-    """A module of one's own that recomputes its blocks, with dropout inside."""
+    """Blocks under ``torch.utils.checkpoint``, with a dropout inside."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -274,29 +276,26 @@ class Checkpointed(nn.Module):
         return x
 
 
-def recomputed() -> list[float]:
+def checkpoint_blocks() -> list[float]:
+    """Gradient errors with both kinds of activation checkpointing."""
     found = []
     for reentrant in (False, True):
-        torch.manual_seed(0)
-        whole = Checkpointed(reentrant)
-        model = copy.deepcopy(whole)
         x = torch.randn(4, 6, 32, generator=torch.Generator().manual_seed(1))
-        parallelize_model(model, context(), example_inputs=x, show_progress=False)
-        for each in (model, whole):
-            given = x.clone().requires_grad_()
-            each(given).square().sum().backward()
-        found.append(max(gradient_errors(model, whole).values()))
+        model, unsharded, _ = parallel_module(partial(Checkpointed, reentrant), x)
+        for each in (model, unsharded):
+            each(x.clone().requires_grad_()).square().sum().backward()
+        found.append(max(gradient_errors(model, unsharded).values()))
     return found
 
 
-@long
-def test_torch_checkpointing_in_a_module_of_ones_own(ranks: Any) -> None:
-    for found in ranks(2).run(recomputed):
+@pytest.mark.long
+def test_torch_checkpoint_in_a_custom_module_keeps_gradients(ranks: Any) -> None:
+    for found in ranks(2).run(checkpoint_blocks):
         assert max(found) < 1e-4
 
 
 class Classifier(nn.Module):
-    """A loss with class weights, inside a module."""
+    """A loss with class weights inside the module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,60 +309,59 @@ class Classifier(nn.Module):
         )
 
 
-def weighted() -> dict[str, Any]:
-    torch.manual_seed(0)
-    whole = Classifier()
-    model, ctx = copy.deepcopy(whole), context()
+def weight_classes() -> dict[str, Any]:
+    """Losses and gradient errors of the classifier, and its plan."""
+    torch.manual_seed(1)
     x, target = torch.randn(8, 32), torch.randint(0, 251, (8,))
     target[0] = 3
-    parallelize_model(model, ctx, example_inputs=(x, target), show_progress=False)
-    losses = [each(x, target) for each in (model, whole)]
+    model, unsharded, ctx = parallel_module(Classifier, (x, target))
+    losses = [each(x, target) for each in (model, unsharded)]
     for loss in losses:
         loss.backward()
     return {
         "losses": [float(loss.detach()) for loss in losses],
-        "gradients": max(gradient_errors(model, whole).values()),
+        "gradients": max(gradient_errors(model, unsharded).values()),
         "layers": [(layer.kind, layer.axis) for layer in ctx.plan.layers],
         "collectives": [each.shape for each in ctx.plan.collectives],
     }
 
 
-def test_class_weights_inside_a_module(ranks: Any) -> None:
-    for found in ranks(2).run(weighted):
+def test_loss_with_class_weights_keeps_logits_sharded(ranks: Any) -> None:
+    for found in ranks(2).run(weight_classes):
         assert found["losses"][0] == pytest.approx(found["losses"][1], rel=1e-5) and found["gradients"] < 1e-4
         assert ("cross_entropy", "vocab") in found["layers"]
         assert all(251 not in shape for shape in found["collectives"]), "the logits are gathered"
 
 
-def read_later(folder: str) -> dict[str, Any]:
-    """Logits beside a loss: sharded until they are read, then whole, with the gradient of what is made of them."""
+def read_logits(folder: str) -> dict[str, Any]:
+    """Types and errors of logits that are returned beside a loss, and the gradients through both."""
     model, unsharded = parallel(folder)[0], reference(folder)
     ids, labels = batch(251)
     output, right = model(input_ids=ids, labels=labels), unsharded(input_ids=ids, labels=labels)
-    kinds = [type(dict.__getitem__(output, "logits")).__name__]
-    difference = float((output.logits - right.logits).abs().max())
-    kinds += [type(output.logits).__name__, type(output["logits"]).__name__, type(output[1]).__name__]
+    types = [type(dict.__getitem__(output, "logits")).__name__]
+    difference = max_difference(output.logits, right.logits)
+    types += [type(output.logits).__name__, type(output["logits"]).__name__, type(output[1]).__name__]
     assert type(output) is type(right)
     for result in (output, right):
         (result.loss + result.logits.softmax(-1).square().sum()).backward()
     other = model(input_ids=ids, labels=labels, return_dict=False)
     return {
-        "kinds": kinds,
+        "types": types,
         "difference": difference,
         "gradients": max(gradient_errors(model, unsharded).values()),
-        "tuple": float((other[1] - right.logits).abs().max()),
+        "tuple": max_difference(other[1], right.logits),
     }
 
 
-@long
-def test_logits_beside_a_loss_are_whole_when_read(folder: str, ranks: Any) -> None:
-    for found in ranks(2).run(read_later, folder):
-        assert found["kinds"] == ["ShardedTensor", "Tensor", "Tensor", "Tensor"]
+@pytest.mark.long
+def test_logits_beside_a_loss_are_gathered_when_read(folder: str, ranks: Any) -> None:
+    for found in ranks(2).run(read_logits, folder):
+        assert found["types"] == ["ShardedTensor", "Tensor", "Tensor", "Tensor"]
         assert found["difference"] < 1e-4 and found["gradients"] < 1e-3 and found["tuple"] < 1e-4
 
 
-def copied(folder: str) -> dict[str, Any]:
-    """A copy is a model of its own: what happens to the one does not happen to the other."""
+def copy_and_zero(folder: str) -> dict[str, Any]:
+    """Errors of a deep copy, after the parameters of the original were set to zero."""
     model, unsharded = parallel(folder)[0], reference(folder)
     ids, labels = batch(251)
     twin = copy.deepcopy(model)
@@ -372,20 +370,19 @@ def copied(folder: str) -> dict[str, Any]:
         for parameter in model.parameters():
             parameter.zero_()
         found = [twin(input_ids=ids).logits, twin.forward(input_ids=ids).logits]
-        nothing = float(model(input_ids=ids).logits.abs().max())
+        zeroed = float(model(input_ids=ids).logits.abs().max())
     twin(input_ids=ids, labels=labels).loss.backward()
     unsharded(input_ids=ids, labels=labels).loss.backward()
-    tokens = [m.generate(ids, max_new_tokens=3, do_sample=False) for m in (twin, unsharded)]
     return {
-        "differences": [float((logits - right).abs().max()) for logits in found],
-        "nothing": nothing,
+        "differences": [max_difference(logits, right) for logits in found],
+        "zeroed": zeroed,
         "gradients": max(gradient_errors(twin, unsharded).values()),
-        "tokens": torch.equal(*tokens),
+        "tokens": same_tokens(twin, unsharded, ids, 3),
     }
 
 
-@long
-def test_a_copy_is_a_model_of_its_own(folder: str, ranks: Any, tmp_path: Path) -> None:
-    for found in ranks(2).run(copied, folder):
-        assert max(found["differences"]) < 1e-4 and found["nothing"] == 0.0
+@pytest.mark.long
+def test_deep_copy_does_not_share_parameters(folder: str, ranks: Any) -> None:
+    for found in ranks(2).run(copy_and_zero, folder):
+        assert max(found["differences"]) < 1e-4 and found["zeroed"] == 0.0
         assert found["gradients"] < 1e-3 and found["tokens"]

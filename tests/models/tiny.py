@@ -36,24 +36,30 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", LLAMA),
     "olmo2": ("olmo2", LLAMA),
 }
+MOE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": (
+        "mixtral",
+        {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
+    ),
+}
 PARALLEL_BLOCKS = {"gpt_neox", "gptj", "falcon"}
-"""Attention and MLP side by side: their sums need one all-reduce."""
+"""Attention and MLP in parallel: one all-reduce per layer covers both."""
 
 
 def config(name: str, **overrides: Any) -> Any:
     """The configuration of a tiny model."""
     from transformers import AutoConfig
 
-    model_type, fields = CONFIGS[name]
+    model_type, fields = {**CONFIGS, **MOE}[name]
     fields = {key: value for key, value in {**fields, **overrides}.items() if value is not None}
-    made = AutoConfig.for_model(model_type, **fields)
-    if hasattr(made, "initializer_range"):
-        made.initializer_range = 0.1  # logits that differ from one another
-    return made
+    tiny = AutoConfig.for_model(model_type, **fields)
+    if hasattr(tiny, "initializer_range"):
+        tiny.initializer_range = 0.1  # logits that differ from one another
+    return tiny
 
 
 def build(name: str, **overrides: Any) -> Any:
-    """A tiny model with random weights, in which norms and biases are random too."""
+    """A tiny model with random weights, norms and biases included."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -66,6 +72,6 @@ def build(name: str, **overrides: Any) -> Any:
 
 
 def save(name: str, folder: Path, **overrides: Any) -> str:
-    """Save a tiny model as ``save_pretrained`` does; returns the directory."""
+    """Save a tiny model with ``save_pretrained``; the folder."""
     build(name, **overrides).save_pretrained(folder)
     return str(folder)
