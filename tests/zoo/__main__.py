@@ -6,29 +6,28 @@ import argparse
 import re
 import sys
 import tempfile
-import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
 from ranks import RankPool
 from zoo.cases import all_cases, find
-from zoo.check import check
+from zoo.check import compare_model
+from zoo.jobs import be_quiet, building, run_jobs
 from zoo.sizes import odd_sizes
 from zoo.table import page
-from zoo.turns import in_turns
 
 
 def main() -> int:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="names of models, separated by commas")
     parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas")
     parser.add_argument(
-        "--state", type=Path, default=Path("build/zoo.jsonl"), help="results so far; delete to start anew"
+        "--state", type=Path, default=Path("build/zoo.jsonl"), help="results so far; delete it to start over"
     )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds per model")
-    parser.add_argument("--jobs", type=int, default=1, help="models at a time, each on ranks of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="models at a time, each on its own ranks")
     parser.add_argument("--device", default="cpu", help="where the ranks run")
     parser.add_argument("--page", type=Path, help="where to write the table")
     options = parser.parse_args()
@@ -44,7 +43,7 @@ def main() -> int:
             return run(name, world, pool, options)
 
         names = [name for name, w in wanted if w == world]
-        records = in_turns(
+        records = run_jobs(
             names, world, work, jobs=options.jobs, state=options.state, say=line, again=bool(options.only)
         )
         done |= {(record["name"], world): record for record in records}
@@ -61,17 +60,14 @@ def split_names(text: str) -> list[str]:
     return re.findall(r"[^,\[\]]+(?:\[[^\]]*\])?", text)
 
 
-_building = threading.Lock()  # models draw their weights from the one global generator
-
-
 def run(name: str, world: int, pool: RankPool, options: Any) -> dict[str, Any]:
     """Build, save, parallelize and compare one model."""
     started = time.monotonic()
     record: dict[str, Any] = {"name": name, "world": world, "kind": kind_of(name)}
-    warnings.simplefilter("ignore")
+    be_quiet()
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         try:
-            with _building:
+            with building:
                 case = find(name)
                 model = case.make()
                 model(**case.inputs(model))
@@ -81,7 +77,7 @@ def run(name: str, world: int, pool: RankPool, options: Any) -> dict[str, Any]:
             return {**record, "status": "not built", "error": short(error), "seconds": time.monotonic() - started}
         try:
             source = None if case.kind == "module" else folder
-            results = pool.run(check, name, source, options.device, timeout=options.timeout)
+            results = pool.run(compare_model, name, source, options.device, timeout=options.timeout)
         except Exception as error:
             return {**record, "status": "failed", "error": short(error), "seconds": time.monotonic() - started}
     record |= results[0]
@@ -98,21 +94,24 @@ def run(name: str, world: int, pool: RankPool, options: Any) -> dict[str, Any]:
 
 
 def kind_of(name: str) -> str:
+    """The table that a case belongs to."""
     base, _, fields = name.partition("[")
     return "size" if fields else all_cases()[base].kind
 
 
 def short(error: Exception) -> str:
+    """The message of an error, without the middle if it is very long."""
     text = f"{type(error).__name__}: {error}"
     return text if len(text) < 8000 else f"{text[:3000]}\n...\n{text[-5000:]}"
 
 
 def line(record: dict[str, Any]) -> str:
+    """What is printed of a result."""
     head = f"{record['name']:28} tp={record['world']} {record['status']:9} {record['seconds']:5.1f}s"
     if "error" in record:
         return f"{head} {record['error'].splitlines()[0][:150]}"
     numbers = f"out {record['outputs']:.0e} grad {record['gradients']:.0e} tokens {record.get('tokens', '-')}"
-    return f"{head} {record['fraction']:.2f} {numbers} {record['collectives']} whole {len(record['whole'])}"
+    return f"{head} {record['fraction']:.2f} {numbers} {record['collectives']} replicated {len(record['replicated'])}"
 
 
 if __name__ == "__main__":

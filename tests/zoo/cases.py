@@ -15,7 +15,7 @@ from zoo.tiny import tiny_config
 
 @dataclass(frozen=True)
 class Case:
-    """One model: how it is built, and what it is called with."""
+    """One model: how it is built, and its inputs."""
 
     name: str
     kind: str  # "causal-lm", "other" or "module"
@@ -25,7 +25,7 @@ class Case:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     def make(self) -> nn.Module:
-        """The model, with weights from a fixed seed: norms, biases and scales random too."""
+        """The model, with weights from a fixed seed; norms, biases and scales are random too."""
         torch.manual_seed(0)
         model = self.build(**self.overrides).eval()
         generator = torch.Generator().manual_seed(1)
@@ -65,18 +65,18 @@ def causal_lm(model_type: str, **overrides: Any) -> Case:
 
 
 OF_THE_DECODER = ("musicgen", "musicgen_melody")
-"""Types whose causal language model is made from the decoder's part of the configuration."""
+"""Types whose causal language model is built from the decoder's configuration."""
 
 
 def token_inputs(model: Any) -> dict[str, Any]:
-    """Token ids and, where the model computes a loss, labels, of which some are to be ignored."""
+    """Token ids and, if the model computes a loss, labels with some to be ignored."""
     config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(7)
     rows = 2 * getattr(config, "num_codebooks", 1) if type(model).__name__.startswith("Musicgen") else 2
     ids = torch.randint(3, min(250, config.vocab_size), (rows, 10), generator=generator)
     inputs = {"input_ids": ids}
     takes = "labels" in inspect.signature(model.forward).parameters
-    if takes and rows == 2 and model.config.model_type != "git":  # whose loss is on what follows an image
+    if takes and rows == 2 and model.config.model_type != "git":  # whose loss is on the text after an image
         labels = ids.clone()
         labels[0, :3] = -100
         inputs["labels"] = labels

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections import Counter
 from inspect import signature
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from models.compare import context, gradient_errors
+from models.compare import context, gradient_errors, max_difference
 
 from paraxis.placement import local_shape
 from zoo.cases import Case, find
+from zoo.jobs import be_quiet, first_line
 
 NEW_TOKENS = 5
 
 
-def check(name: str, folder: str | None, device: str = "cpu") -> dict[str, Any]:
-    """What differs, what is sharded, what was communicated. `folder` holds the checkpoint of a transformers model."""
-    from transformers import logging
-
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+def compare_model(name: str, folder: str | None, device: str = "cpu") -> dict[str, Any]:
+    """Errors, shards and collectives of a model. ``folder`` is its checkpoint; None for a plain module."""
+    be_quiet()
     torch._dynamo.reset()
-    torch.backends.cudnn.allow_tf32 = False  # float32 means float32
+    torch.backends.cudnn.allow_tf32 = False  # full precision
     case, started = find(name), time.monotonic()
     model, unsharded, ctx = pair(case, folder, device)
     planned = time.monotonic() - started
@@ -46,21 +43,21 @@ def check(name: str, folder: str | None, device: str = "cpu") -> dict[str, Any]:
 
 
 def tokens(model: Any, unsharded: Any, inputs: torch.Tensor) -> dict[str, Any]:
-    """Whether greedy decoding with a cache gives the same tokens, unless the unsharded model cannot generate."""
+    """Whether greedy decoding with a KV cache gives the same tokens, unless the unsharded model cannot generate."""
     options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
     try:
         expected = unsharded.generate(inputs, **options)
     except Exception as error:
-        return {"no_tokens": f"the unsharded model: {str(error).splitlines()[0]}"}
+        return {"no_tokens": f"unsharded model: {first_line(error)}"}
     return {"tokens": bool(torch.equal(model.generate(inputs, **options), expected))}
 
 
 def gradients(model: Any, unsharded: Any, found: dict[str, Any], right: dict[str, Any]) -> dict[str, Any]:
-    """The largest relative error of a gradient, unless the unsharded model has no gradients at all."""
+    """The largest relative error of a gradient, unless the unsharded model has no gradients."""
     try:
         objective(right).backward()
     except (RuntimeError, AssertionError) as error:
-        return {"gradients": 0.0, "worst": [], "no_gradients": f"the unsharded model: {str(error).splitlines()[0]}"}
+        return {"gradients": 0.0, "worst": [], "no_gradients": f"unsharded model: {first_line(error)}"}
     objective(found).backward()
     errors = gradient_errors(model, unsharded)
     worst = sorted(errors, key=lambda n: -errors[n])[:3]
@@ -68,10 +65,10 @@ def gradients(model: Any, unsharded: Any, found: dict[str, Any], right: dict[str
 
 
 def in_double(case: Case, folder: str | None, device: str, model: Any, unsharded: Any) -> dict[str, Any]:
-    """Whether gradients that differ in float32 do so because of rounding.
+    """Whether gradients that differ in float32 differ by rounding only.
 
-    They do if in float64 all agree to 1e-6, and if the unsharded model's own float32 gradients are about as far from
-    its float64 ones as ours are from them.
+    That is so if all agree to 1e-6 in float64, and the unsharded model's float32 gradients are about as far from its
+    float64 ones as ours are from them.
     """
     errors = gradient_errors(model, unsharded)
     single = {name: p.grad for name, p in unsharded.named_parameters()}
@@ -104,9 +101,9 @@ def pair(
         return model, unsharded, ctx
     built = case.make()
     unsharded = type(built).from_pretrained(folder, dtype=dtype or torch.float32).to(device).eval()
-    for name, parameter in unsharded.named_parameters():  # loading forgets which ones are fixed
+    for name, parameter in unsharded.named_parameters():  # loading loses requires_grad
         parameter.requires_grad_(built.get_parameter(name).requires_grad)
-    if case.kind != "causal-lm":  # those are planned with inputs of our own making
+    if case.kind != "causal-lm":  # which are planned with dummy inputs
         example = {k: v for k, v in case.inputs(unsharded).items() if k != "labels"}
         options["example_inputs"] = {
             k: v.to(dtype) if dtype and v.is_floating_point() else v for k, v in example.items()
@@ -141,13 +138,13 @@ def differences(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) 
         raise AssertionError(f"outputs {sorted(found)} instead of {sorted(right)}")
     worst = 0.0
     for name, expected in right.items():
-        difference = (found[name] - expected).abs().max() if expected.numel() else torch.zeros(())
-        worst = max(worst, float(difference) if bool(difference.isfinite()) else float("inf"))
+        difference = max_difference(found[name], expected) if expected.numel() else 0.0
+        worst = max(worst, difference if isfinite(difference) else float("inf"))
     return worst
 
 
 def objective(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
-    """What is differentiated: the loss, or a weighted sum of all outputs."""
+    """The loss or, without one, a weighted sum of all outputs."""
     if "loss" in outputs:
         return outputs["loss"]
     generator = torch.Generator().manual_seed(3)
@@ -163,20 +160,22 @@ def objective(outputs: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def can_generate(model: Any) -> bool:
+    """Whether the model has ``generate``."""
     return hasattr(model, "can_generate") and model.can_generate()
 
 
 def sharding(ctx: Any, model: Any) -> dict[str, Any]:
+    """What the plan says: fractions, collectives, replicated parameters with reasons, graph breaks."""
     plan = ctx.plan
     numel = {name: p.numel() for name, p in model.named_parameters()}
-    whole = sorted(plan.replicated, key=lambda item: -numel.get(item[0], 0))
+    replicated = sorted(plan.replicated, key=lambda item: -numel.get(item[0], 0))
     return {
         "fraction": plan.sharded_fraction,
         "collectives": plan.count(),
         "communicated": sorted(
             Counter((c.kind, pattern(c.module), c.reason) for c in plan.collectives).items(), key=lambda item: item[0]
         ),
-        "whole": [(name, reason) for name, reason in whole if len(plan.parameters[name].global_shape) > 1][:12],
+        "replicated": [(name, why) for name, why in replicated if len(plan.parameters[name].global_shape) > 1][:12],
         "heaviest": heaviest(plan),
         "parameters": sum(numel.values()),
         "layers": depth(model),
@@ -189,28 +188,30 @@ def sharding(ctx: Any, model: Any) -> dict[str, Any]:
 
 
 def heaviest(plan: Any) -> list[tuple[str, float, float]]:
-    """The kinds of parameters that keep a rank from having just its share of all elements: name, the part of such a
-    parameter that the fullest rank holds, and the part of the model's elements that it holds too many."""
+    """The parameters of which a rank holds more than its share, the largest excess first.
+
+    Each with its name, the fraction of it on the rank that holds most, and the excess as a fraction of the model.
+    """
     total = sum(prod(p.global_shape) for p in plan.parameters.values())
     found: dict[str, list[float]] = {}
     for name, p in plan.parameters.items():
         numel = prod(p.global_shape)
-        held = max(prod(local_shape(p.placement, p.global_shape, rank)) for rank in range(plan.world_size))
+        local = max(prod(local_shape(p.placement, p.global_shape, rank)) for rank in range(plan.world_size))
         if numel:
             entry = found.setdefault(pattern(name), [0.0, 0.0])
-            entry[0] = max(entry[0], held / numel)
-            entry[1] += (held - numel / plan.world_size) / total
+            entry[0] = max(entry[0], local / numel)
+            entry[1] += (local - numel / plan.world_size) / total
     ordered = sorted(found.items(), key=lambda item: -item[1][1])
     return [(name, share, more) for name, (share, more) in ordered[:4] if more > 0]
 
 
 def pattern(name: str) -> str:
-    """The name of a module with stars for numbers: the same for all repeated blocks."""
+    """The name of a module with stars for numbers: one name for all repeated blocks."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def depth(model: Any) -> int:
-    """How many blocks the model has: the entries of its lists of modules, of those that hold most parameters."""
+    """The number of blocks: the entries of the outermost lists of modules."""
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     outer = [m for m in lists if not any(m is not o and any(m is x for x in o.modules()) for o in lists)]
     return max([sum(len(m) for m in outer), 1])

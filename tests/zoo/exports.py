@@ -1,19 +1,15 @@
-"""``python -m zoo.exports``: exported plans, run by the libraries that they are for, beside the unsharded model.
+"""``python -m zoo.exports``: exported plans, run by the libraries they are for, against the unsharded model.
 
 Every type of causal language model is exported for transformers and for torch, and run by these on real ranks: logits
-in one call, tokens of greedy generation with a cache. What cannot be exported must say which modules and why.
+in one call, tokens of greedy generation with a KV cache. What cannot be exported must say which modules and why.
 """
 
 from __future__ import annotations
 
-import platform
 import re
 import sys
 import tempfile
-import threading
 import time
-import warnings
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,7 @@ import torch.distributed as dist
 
 from ranks import RankPool
 from zoo.cases import causal_types, find
-from zoo.turns import Record, command
+from zoo.jobs import Record, be_quiet, building, first_line, made_with, main
 
 LIMIT = 1e-4
 NEW_TOKENS = 6
@@ -32,37 +28,27 @@ TORCH = (
 )
 """Types that are exported for torch too."""
 
-_building = threading.Lock()
-
 
 def in_transformers(name: str, folder: str, plan: dict[str, str]) -> dict[str, Any]:
-    """On a rank: loaded by plain transformers with this plan, and compared."""
+    """On a rank: load with transformers and this plan, and compare."""
     from transformers.distributed import DistributedConfig
 
-    _quiet()
+    be_quiet()
     unsharded: Any = _class(folder).from_pretrained(folder, dtype=torch.float32).eval()
     config = DistributedConfig(tp_size=dist.get_world_size(), tp_plan=plan)
     model = type(unsharded).from_pretrained(folder, dtype=torch.float32, distributed_config=config).eval()
-    return compared(name, model, unsharded)
+    return compare_outputs(name, model, unsharded)
 
 
 def in_torch(name: str, folder: str, source: str) -> dict[str, Any]:
-    """On a rank: split by torch's `parallelize_module` with the exported module, and compared."""
-    _quiet()
+    """On a rank: shard with torch's ``parallelize_module`` by the exported module, and compare."""
+    be_quiet()
     unsharded: Any = _class(folder).from_pretrained(folder, dtype=torch.float32).eval()
     model: Any = _class(folder).from_pretrained(folder, dtype=torch.float32).eval()
     exported: dict[str, Any] = {}
     exec(compile(source, "plan.py", "exec"), exported)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    return compared(name, exported["parallelize"](model, mesh), unsharded)
-
-
-def _quiet() -> None:
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.simplefilter("ignore")
+    return compare_outputs(name, exported["parallelize"](model, mesh), unsharded)
 
 
 def _class(folder: str) -> Any:
@@ -71,8 +57,8 @@ def _class(folder: str) -> Any:
     return load_config_and_class(Path(folder), {})[1]
 
 
-def compared(name: str, model: Any, unsharded: Any) -> dict[str, Any]:
-    """How far the logits are off, whether tokens are the same, and what part of the parameters this rank has."""
+def compare_outputs(name: str, model: Any, unsharded: Any) -> dict[str, Any]:
+    """The error of the logits, whether tokens are the same, and the fraction of the parameters on this rank."""
     inputs = {k: v for k, v in find(name).inputs(unsharded).items() if k != "labels"}
     with torch.no_grad():
         found, right = model(**inputs).logits, unsharded(**inputs).logits
@@ -82,8 +68,8 @@ def compared(name: str, model: Any, unsharded: Any) -> dict[str, Any]:
             with torch.enable_grad():
                 training = model(**inputs).logits.detach()
             result["logits"] = max(result["logits"], float((training - right).abs().max()))
-        except RuntimeError as error:  # code that writes into a result which autograd has to keep
-            result["inference_only"] = _line(error)
+        except RuntimeError as error:  # code that writes into a tensor that autograd has saved
+            result["inference_only"] = first_line(error)
         options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
         try:
             expected = unsharded.generate(inputs["input_ids"], **options)
@@ -94,12 +80,12 @@ def compared(name: str, model: Any, unsharded: Any) -> dict[str, Any]:
 
 
 def share(model: Any) -> dict[str, float]:
-    """Elements that this rank holds over all."""
-    held = whole = 0
+    """The elements on this rank over all."""
+    local = total = 0
     for parameter in model.parameters():
-        whole += parameter.numel()
-        held += parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
-    return {"share": held / whole}
+        total += parameter.numel()
+        local += parameter.to_local().numel() if hasattr(parameter, "to_local") else parameter.numel()
+    return {"share": local / total}
 
 
 def work(name: str, pool: RankPool) -> Record:
@@ -108,14 +94,14 @@ def work(name: str, pool: RankPool) -> Record:
     target = target or "transformers"
     from paraxis.export import NotExportable, export_plan
 
-    _quiet()
+    be_quiet()
     record: Record = {"name": name}
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
-        with _building:
+        with building:
             try:
                 find(kind).make().save_pretrained(folder)  # type: ignore[operator]
             except Exception as error:
-                return record | {"unbuilt": _line(error)}
+                return record | {"unbuilt": first_line(error)}
             torch._dynamo.reset()
             started = time.monotonic()
             try:
@@ -123,9 +109,9 @@ def work(name: str, pool: RankPool) -> Record:
             except NotExportable as error:
                 return record | {"refused": str(error)}
             except Exception as error:
-                return record | {"error": f"export: {_line(error)}"}
+                return record | {"error": f"export: {first_line(error)}"}
         data = export.to_json()
-        record |= {key: data[key] for key in ("groups", "gathered", "whole", "ships_plan", "sharded_fraction")}
+        record |= {key: data[key] for key in ("groups", "gathered", "replicated", "ships_plan", "sharded_fraction")}
         record |= {"seconds": time.monotonic() - started, "tried": export.error}
         try:
             if target == "torch":
@@ -133,14 +119,10 @@ def work(name: str, pool: RankPool) -> Record:
             else:
                 results = pool.run(in_transformers, kind, folder, export.plan, timeout=240)
         except Exception as error:
-            return record | {"plan": export.plan, "error": _line(error)}
+            return record | {"plan": export.plan, "error": first_line(error)}
     worst = max(results, key=lambda r: r["logits"] if r["logits"] == r["logits"] else float("inf"))
     tokens = {r["tokens"] for r in results}
     return record | {**worst, "tokens": "differ" if "differ" in tokens else worst["tokens"], "plan": export.plan}
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
 
 
 def right(record: Record) -> bool:
@@ -151,22 +133,20 @@ def right(record: Record) -> bool:
 
 
 def page(records: dict[int, list[Record]]) -> str:
-    import transformers
-
+    """Markdown: a summary per library, then every type."""
     lines = [
-        "# Exported plans, run by the libraries that they are for",
+        "# Exported plans, run by the libraries they are for",
         "",
         "`paraxis export` for every type of causal language model that can be built: tiny models with random weights,",
-        "loaded by plain transformers with the exported `tp_plan`, or split by torch's `parallelize_module` with the",
+        "loaded by transformers with the exported `tp_plan`, or sharded by torch's `parallelize_module` with the",
         "exported module, on real gloo ranks. *logits*: the largest difference to the unsharded model in float32, with",
-        f"and without gradients enabled (right: at most {LIMIT:g}; *inference*: an error where they are enabled, for",
-        f"the model writes into a result that autograd keeps). *tokens*: {NEW_TOKENS} greedily generated ones,",
-        "with a cache. *share*: parameters on a rank. *ships*: whether transformers has a plan for the type itself.",
-        "*together*: modules within which layers stay split; *alone*: layers that are gathered each by itself;",
-        "*whole*: what is not split. Made by `make exports`.",
+        f"and without gradients enabled (right: at most {LIMIT:g}; *inference*: an error if they are enabled, because",
+        f"the model writes into a tensor that autograd has saved). *tokens*: {NEW_TOKENS} tokens of greedy generation",
+        "with a KV cache. *share*: the fraction of the parameters on a rank. *ships*: whether transformers has a plan",
+        "for the type. *sharded*: modules in which activations stay sharded between layers; *gathered*: layers whose",
+        "output is gathered; *replicated*: what is not sharded. Made by `make exports`.",
         "",
-        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
-        f"{platform.python_version()}.",
+        made_with(),
         "",
     ]
     for world, several in records.items():
@@ -185,7 +165,8 @@ def page(records: dict[int, list[Record]]) -> str:
     missing = sorted(set(types().split(",")) - {r["name"] for several in records.values() for r in several})
     if missing:
         lines.append(f"- not run for this page: {', '.join(missing)}.")
-    lines += ["", "| type | ranks | logits | tokens | share | ships | together | alone | whole |", "|" + "---|" * 9]
+    lines += ["", "| type | ranks | logits | tokens | share | ships | sharded | gathered | replicated |"]
+    lines += ["|" + "---|" * 9]
     listed = [(r["name"], world, r) for world, several in records.items() for r in several]
     lines += [f"| {name} | {world} | {_row(r)} |" for name, world, r in sorted(listed, key=lambda row: row[:2])]
     return "\n".join(lines) + "\n"
@@ -198,11 +179,11 @@ def _row(r: Record) -> str:
             return f"{title} | | | | | | {_cell(r[key])}"
     off = f"{r['logits']:.0e}" if r["logits"] <= LIMIT else f"WRONG {r['logits']:.0e}"
     off += ", inference" if "inference_only" in r else ""
-    together = ", ".join(r["groups"])
-    alone = ", ".join(item["name"] for item in r["gathered"])
-    whole = "; ".join(f"{item['name']}: {item['reason']}" for item in r["whole"])
+    sharded = ", ".join(r["groups"])
+    gathered = ", ".join(item["name"] for item in r["gathered"])
+    replicated = "; ".join(f"{item['name']}: {item['reason']}" for item in r["replicated"])
     ships = "yes" if r["ships_plan"] else "no"
-    return f"{off} | {r['tokens']} | {r['share']:.0%} | {ships} | {together} | {alone} | {_cell(whole)}"
+    return f"{off} | {r['tokens']} | {r['share']:.0%} | {ships} | {sharded} | {gathered} | {_cell(replicated)}"
 
 
 def _cell(text: str) -> str:
@@ -215,4 +196,4 @@ def types() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, types(), work, right, page))
+    sys.exit(main(__doc__, types(), work, right, page))

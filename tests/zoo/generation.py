@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import platform
 import sys
 import tempfile
-import threading
-import warnings
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ import torch
 from ranks import RankPool
 from zoo.cases import find
 from zoo.check import pair
-from zoo.turns import in_turns
+from zoo.jobs import be_quiet, first_line, made_with, run_jobs, save_model
 
 NEW = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 MODES = ("dynamic", "static", "beams", "padded", "sampled")
@@ -51,46 +47,36 @@ def generate(model: Any, ids: torch.Tensor, mode: str) -> list[Any]:
     return model.generate(ids, **{**NEW, **options[mode]}).tolist()  # type: ignore[no-any-return]
 
 
-def check(name: str, folder: str, device: str) -> dict[str, Any]:
-    """For every mode whether the tokens are those of the unsharded model, or why there are none to compare with."""
-    from transformers import logging
-
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+def compare_modes(name: str, folder: str, device: str) -> dict[str, Any]:
+    """For every mode: whether the tokens are those of the unsharded model, or why that cannot generate."""
+    be_quiet()
     model, unsharded, ctx = pair(find(name), folder, device)
     ids = find(name).inputs(unsharded)["input_ids"].to(device)
     found: dict[str, Any] = {}
     for mode in MODES:
-        if mode == "sampled":  # compared between the ranks: each starts from random numbers of its own
+        if mode == "sampled":  # compared between the ranks, which start from different seeds
             torch.manual_seed(ctx.rank)
             found[mode] = generate(model, ids, mode)
             continue
         try:
             expected = generate(unsharded, ids, mode)
         except Exception as error:
-            found[mode] = f"the unsharded model: {str(error).splitlines()[0]}"
+            found[mode] = f"unsharded model: {first_line(error)}"
             continue
         found[mode] = generate(model, ids, mode) == expected
     return found
-
-
-_building = threading.Lock()  # models draw their weights from the one global generator
 
 
 def run(name: str, pool: RankPool, device: str) -> dict[str, Any]:
     """One type on all ranks of a pool."""
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         try:
-            with _building:
-                find(name).make().save_pretrained(folder)  # type: ignore[operator]
+            save_model(name, folder)
         except Exception as error:
-            return {
-                "name": name,
-                **dict.fromkeys(MODES, "not built"),
-                MODES[0]: f"not built: {str(error).splitlines()[0]}",
-            }
+            not_built = f"not built: {first_line(error)}"
+            return {"name": name, **dict.fromkeys(MODES, "not built"), MODES[0]: not_built}
         try:
-            results = pool.run(check, name, folder, device, timeout=600)
+            results = pool.run(compare_modes, name, folder, device, timeout=600)
         except Exception as error:
             return {"name": name, **dict.fromkeys(MODES, f"{type(error).__name__}: {str(error)[:300]}")}
     first = dict(results[0])
@@ -103,17 +89,14 @@ def run(name: str, pool: RankPool, device: str) -> dict[str, Any]:
 
 def page(records: list[dict[str, Any]], world: int) -> str:
     """Markdown: how many are right in each mode, then every type."""
-    import transformers
-
     lines = [
         "# Generation",
         "",
-        f"Tiny models with random weights on {world} ranks, against the unsharded model: tokens exact with a growing",
+        f"Tiny models with random weights on {world} ranks, against the unsharded model: tokens exact with a dynamic",
         "and a static cache, with 3 beams and in a padded batch; sampled tokens the same on all ranks, which start",
-        "from random states of their own. Made by `make generation`.",
+        "from different seeds. Made by `make generation`.",
         "",
-        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
-        f"{platform.python_version()}.",
+        made_with(),
         "",
     ]
     for mode in MODES:
@@ -126,12 +109,13 @@ def page(records: list[dict[str, Any]], world: int) -> str:
 
 
 def main() -> int:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=TYPES, help="types, separated by commas")
     parser.add_argument("--tp", type=int, default=2)
-    parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on ranks of its own")
+    parser.add_argument("--jobs", type=int, default=1, help="types at a time, each on its own ranks")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--state", type=Path, help="where to keep results as they come; it goes on from there")
+    parser.add_argument("--state", type=Path, help="file for results as they come; a second run resumes from it")
     parser.add_argument("--page", type=Path, help="where to write the table")
     options = parser.parse_args()
     names = options.only.split(",")
@@ -139,7 +123,7 @@ def main() -> int:
     def work(name: str, pool: RankPool) -> dict[str, Any]:
         return run(name, pool, options.device)
 
-    records = in_turns(names, options.tp, work, jobs=options.jobs, state=options.state)
+    records = run_jobs(names, options.tp, work, jobs=options.jobs, state=options.state)
     if options.page:
         options.page.parent.mkdir(parents=True, exist_ok=True)
         options.page.write_text(page(records, options.tp))

@@ -1,4 +1,4 @@
-"""Modules with no transformers in them, as people write them."""
+"""Plain modules, without transformers, as people write them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ WIDTH, HEADS = 32, 4
 
 
 class MLP(nn.Module):
+    """Linear layers and activations."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
@@ -58,6 +60,8 @@ class Chunked(nn.Module):
 
 
 class EinsumAttention(nn.Module):
+    """Attention with einsum and 3-dimensional weights."""
+
     def __init__(self) -> None:
         super().__init__()
         size = WIDTH // HEADS
@@ -71,7 +75,7 @@ class EinsumAttention(nn.Module):
 
 
 class HandAttention(nn.Module):
-    """Causal attention by hand, with a mask kept as a buffer and grouped key/value heads."""
+    """Causal attention by hand, with a mask in a buffer and grouped key/value heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +165,7 @@ class ConvNet(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts with weights in one tensor and soft routing."""
+    """A mixture of experts with the weights of all in one tensor and soft routing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +195,7 @@ class TwoHeads(nn.Module):
 
 
 class DataDependent(nn.Module):
-    """Python that looks at the data: not one graph."""
+    """Python that depends on the data: a graph break."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,6 +210,7 @@ class DataDependent(nn.Module):
 
 
 def hidden(*shape: int) -> torch.Tensor:
+    """Random hidden states."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
 
 

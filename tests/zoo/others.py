@@ -1,4 +1,4 @@
-"""Models of other kinds: encoders, encoder-decoders, vision, speech, several of them together."""
+"""Models of other kinds: encoders, encoder-decoders, vision, speech, vision and text."""
 
 from __future__ import annotations
 
@@ -104,6 +104,7 @@ SPEECH_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tokens(model: Any) -> dict[str, torch.Tensor]:
+    """Token ids."""
     size = model.config.get_text_config().vocab_size
     return {"input_ids": torch.randint(3, size, (2, 10), generator=torch.Generator().manual_seed(7))}
 
@@ -123,7 +124,7 @@ def with_labels(model: Any) -> dict[str, torch.Tensor]:
 
 
 def both_sides(model: Any) -> dict[str, torch.Tensor]:
-    """What an encoder-decoder takes."""
+    """The inputs of an encoder and of its decoder."""
     inputs = with_labels(model)
     if "Sequence" in type(model).__name__:
         inputs["input_ids"][:, -1] = model.config.eos_token_id
@@ -132,20 +133,24 @@ def both_sides(model: Any) -> dict[str, torch.Tensor]:
 
 
 def pixels(model: Any) -> dict[str, torch.Tensor]:
+    """Images."""
     return {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(7))}
 
 
 def sound(model: Any) -> dict[str, torch.Tensor]:
+    """Raw audio."""
     return {"input_values": torch.randn(2, 800, generator=torch.Generator().manual_seed(7))}
 
 
 def spectrum(model: Any) -> dict[str, torch.Tensor]:
+    """A log-mel spectrogram, and the decoder's token ids."""
     config = model.config
     features = torch.randn(2, config.num_mel_bins, 2 * config.max_source_positions)
     return {"input_features": features, "decoder_input_ids": torch.arange(3, 11)[None].repeat(2, 1)}
 
 
 def text_and_pixels(model: Any) -> dict[str, torch.Tensor]:
+    """Token ids and images."""
     return {**tokens(model), **pixels(model)}
 
 
@@ -159,7 +164,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     "llama-sequence": {"pad_token_id": 0},
     "gpt2-sequence": {"pad_token_id": 0},
 }
-"""What single ones need beside the general shrinking."""
+"""What single models need in addition to the general shrinking."""
 
 
 def _case(name: str, class_name: str, inputs: Callable[[Any], dict[str, Any]], fields: dict[str, Any]) -> Case:
@@ -175,7 +180,7 @@ def _case(name: str, class_name: str, inputs: Callable[[Any], dict[str, Any]], f
 
 
 def other_cases() -> list[Case]:
-    """All of them; names end in a star, for many are types of causal language models too."""
+    """All of them. Names end in a star, since many are also types of causal language models."""
     cases = [_case(name, model, with_labels, {}) for name, model in ENCODERS.items()]
     cases += [_case(name, model, both_sides, {}) for name, model in SEQ2SEQ.items()]
     cases += [_case(name, model, pixels, fields) for name, (model, fields) in VISION.items()]

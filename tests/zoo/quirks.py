@@ -1,4 +1,4 @@
-"""What single model types need beside the general shrinking: fields of other names, or sizes that must agree."""
+"""What single model types need in addition to the general shrinking: other fields, or sizes that must agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes that do not divide: few KV heads, odd vocabularies and widths, more ranks than there are KV heads."""
+"""Sizes that are not divisible by the ranks: few KV heads, odd vocabularies and widths, more ranks than KV heads."""
 
 from __future__ import annotations
 

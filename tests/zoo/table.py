@@ -2,40 +2,36 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterable
-from datetime import date
 from typing import Any
+
+from zoo.jobs import made_with
 
 LIMITS = {2: 0.55, 4: 0.30}
 KINDS = {
     "causal-lm": "Causal language models",
     "other": "Models of other kinds",
     "module": "Plain modules",
-    "size": "Sizes that do not divide",
+    "size": "Sizes that are not divisible by the number of ranks",
 }
 
 
 def page(records: Iterable[dict[str, Any]]) -> str:
     """Markdown: a summary, then a table per kind, sorted by name."""
-    import torch
-    import transformers
-
     records = sorted(records, key=lambda r: (r["name"].lower(), r["world"]))
     lines = [
         "# The zoo",
         "",
         "Every model is tiny, with random weights from a fixed seed, saved by `save_pretrained` (plain modules are",
-        "built alike on every rank), made parallel on real processes, and compared with the unsharded one in float32:",
-        "outputs within 1e-4, loss within 1e-5, gradients within 1e-3 relative, greedy tokens exact. Made by",
-        "`make zoo`.",
+        "built from the same seed on every rank), parallelized on real processes, and compared with the unsharded one",
+        "in float32: outputs within 1e-4, loss within 1e-5, gradients within 1e-3 relative, greedy tokens exact. Made",
+        "by `make zoo`.",
         "",
-        "*Per rank* is the part of all parameter elements that the fullest rank holds. *Per block* counts the",
-        "collectives inside repeated blocks, per block. Where a model has more than two per block, or more than an",
-        "embedding and a head need outside of the blocks, the notes say what they are for.",
+        "*Per rank* is the fraction of all parameter elements on the rank that holds most. *Per block* is the number",
+        "of collectives in a repeated block. If a model has more than two per block, or more than an embedding and a",
+        "head need outside of the blocks, the notes say what they are for.",
         "",
-        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
-        f"{platform.python_version()}.",
+        made_with(),
         "",
     ]
     for kind, title in KINDS.items():
@@ -61,7 +57,11 @@ def _summary(records: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-ORDINARY = ("sums of a row-parallel layer", "look-ups in parts of the vocabulary", "returned to the caller")
+ORDINARY = (
+    "partial output of a row-parallel layer",
+    "partial output of a vocab-parallel embedding",
+    "returned to the caller",
+)
 
 
 def _per_block(r: dict[str, Any]) -> float:
@@ -70,7 +70,7 @@ def _per_block(r: dict[str, Any]) -> float:
 
 
 def _extra(r: dict[str, Any]) -> list[str]:
-    """What the collectives are for, of a model that has more of them than attention and feed-forward need."""
+    """What the collectives are for, of a model with more of them than attention and feed-forward layers need."""
     outside = sum(n for (_, module, _), n in r["communicated"] if "*" not in module)
     if _per_block(r) <= 2 and outside <= 2:
         return []
@@ -93,18 +93,18 @@ def _row(r: dict[str, Any]) -> str:
         return f"| {r['name']} | {r['world']} | **{r['status']}** | | | | | | | {reason} |"
     tokens = {True: "exact", False: "**differ**"}.get(r.get("tokens"), "")
     collectives = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in r["collectives"].items())
-    notes = [f"whole: {name}: {reason}" for name, reason in _grouped(r["whole"])[:3]]
+    notes = [f"replicated: {name}: {reason}" for name, reason in _grouped(r["replicated"])[:3]]
     if r["fraction"] > LIMITS.get(r["world"], 1.2 / r["world"]):
         notes += [
-            f"{more:.1%} of the model more than a rank's share, for {share:.0%} of each {name} is on a rank"
-            for name, share, more in r.get("heaviest", [])[:3]
+            f"{excess:.1%} of the model above a rank's share: {share:.0%} of each {name} is on a rank"
+            for name, share, excess in r.get("heaviest", [])[:3]
         ]
     notes += _extra(r)[:4]
-    notes += [f"several graphs: {reason[:160]}" for reason in r.get("breaks", [])[:1]]
+    notes += [f"graph break: {reason[:160]}" for reason in r.get("breaks", [])[:1]]
     notes += [r[key][:120] for key in ("no_gradients", "no_tokens") if key in r]
     if r.get("rounded"):
         notes.append(
-            f"gradients: rounding, for the unsharded float32 ones are {r['rounding']:.0e} from float64 ones; "
+            f"gradients: rounding, since the unsharded float32 ones are {r['rounding']:.0e} from float64 ones; "
             f"in float64 ours differ by {r['double']:.0e}"
         )
     status = r["status"] if r["status"] == "ok" else f"**{r['status']}**"
@@ -113,7 +113,7 @@ def _row(r: dict[str, Any]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"
 
 
-def _grouped(whole: list[Any]) -> list[tuple[str, str]]:
-    """Equal notes on repeated blocks once."""
+def _grouped(replicated: list[Any]) -> list[tuple[str, str]]:
+    """The same note on repeated blocks once."""
     star = lambda name: ".".join("*" if part.isdigit() else part for part in name.split("."))  # noqa: E731
-    return list(dict.fromkeys((star(name), reason) for name, reason in whole))
+    return list(dict.fromkeys((star(name), reason) for name, reason in replicated))

@@ -1,7 +1,7 @@
 """Tiny configurations of any transformers model type, made by shrinking the default one field by field.
 
-Fields are recognised by name, since model types share most of them; what one type calls otherwise, or needs
-otherwise, is in `quirks`. Lists with an entry per layer (``layer_types``) keep one layer of every kind.
+Fields are recognised by name, since model types share most of them; fields with other names and sizes that must agree
+are in `quirks`. Lists with an entry per layer (``layer_types``) keep one layer of every kind.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ WIDTHS: dict[str, int] = {
     "num_mel_bins": 16,
     "max_source_positions": 32,
 }
-"""What every field of this name becomes, unless the default is smaller or off."""
+"""The size of every field of this name, unless the default is smaller or off."""
 
 COUNTS = (
     ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers")
@@ -99,7 +99,7 @@ def shrink(config_class: Any, overrides: dict[str, Any]) -> Any:
 
 
 FOR_ALL = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
-"""Overrides that also hold in sub-configurations."""
+"""Overrides that also apply to sub-configurations."""
 
 
 def _small(plain: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:

@@ -1,29 +1,27 @@
 """``python -m zoo.training``: twenty steps of AdamW beside the unsharded model, on many architectures.
 
-Each as it is, with gradients clipped, accumulated over two batches, with activation checkpointing, and split on the
-sequence. With dropout no two runs draw the same numbers, split or not; there two runs from one seed must agree with
-one another bit by bit, on all ranks, and differ from one without. On a mesh, two data-parallel ranks have one row of
-every batch each, and keep all parameters or a part of them; the unsharded model goes through one row after the other.
+Each plain, with gradient clipping, with gradients accumulated over two batches, with activation checkpointing, and with
+sequence parallelism. With dropout a sharded model draws other masks than the unsharded one: there two runs from one
+seed must agree bit by bit, on all ranks, and differ from a run without dropout. On a mesh, two data-parallel ranks have
+one row of every batch each, with replicated or with sharded parameters; the unsharded model accumulates over the rows.
 """
 
 from __future__ import annotations
 
-import platform
 import sys
 import tempfile
-import threading
-import warnings
 from datetime import date
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from models.meshes import mean_over, mesh_context
+from models.compare import parameter_errors
+from models.meshes import mean_over_ranks, mesh_context
 
 from ranks import RankPool
 from zoo.cases import find
 from zoo.check import pair
-from zoo.turns import Record, command
+from zoo.jobs import Record, be_quiet, main, save_model, versions
 
 TYPES = (
     "llama,gpt2,bloom,mixtral,gemma2,phi3,falcon,gptj,opt,mamba,bamba,qwen3_moe,deepseek_v3,stablelm,olmo2,t5*,"
@@ -42,7 +40,7 @@ STEPS = 20
 
 
 def batches(model: Any, case: Any, count: int) -> list[dict[str, Any]]:
-    """Inputs as the case has them, with other tokens in every batch."""
+    """The inputs of the case, with other tokens in every batch."""
     generator = torch.Generator().manual_seed(11)
     found = []
     for _ in range(count):
@@ -58,10 +56,10 @@ def batches(model: Any, case: Any, count: int) -> list[dict[str, Any]]:
     return found
 
 
-def train(model: Any, data: list[dict[str, Any]], way: str, parts: int = 0) -> list[float]:
-    """The loss of every step, which takes as many batches as it has parts."""
+def train(model: Any, data: list[dict[str, Any]], way: str, micro_batches: int = 0) -> list[float]:
+    """The loss of every step, each of ``micro_batches``."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6, foreach=way != "clipped")
-    each, losses = parts or (2 if way == "accumulated" else 1), []
+    each, losses = micro_batches or (2 if way == "accumulated" else 1), []
     for step in range(STEPS):
         total = 0.0
         for inputs in data[step * each : (step + 1) * each]:
@@ -97,6 +95,7 @@ def prepared(name: str, folder: str, way: str) -> tuple[Any, Any, Any]:
 
 
 def set_dropout(model: Any, p: float) -> None:
+    """Set the probability of every dropout, of modules and of attention."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = p
@@ -106,7 +105,7 @@ def set_dropout(model: Any, p: float) -> None:
 
 
 def with_dropout(name: str, folder: str) -> dict[str, Any]:
-    """How far two runs from one seed are apart, and how far the first is from the unsharded model without dropout."""
+    """The difference of two runs from one seed; infinite if dropout changes nothing."""
     runs = []
     for _ in range(2):
         model, unsharded, _ = prepared(name, folder, "dropout")
@@ -114,10 +113,10 @@ def with_dropout(name: str, folder: str) -> dict[str, Any]:
         runs.append(train(model, batches(unsharded, find(name), 2 * STEPS), "plain"))
     set_dropout(unsharded, 0.0)
     right = train(unsharded, batches(unsharded, find(name), 2 * STEPS), "plain")
-    apart = max(abs(a - b) for a, b in zip(*runs))
-    drawn = max(abs(a - b) for a, b in zip(runs[0], right))
+    difference = max(abs(a - b) for a, b in zip(*runs))
+    effect = max(abs(a - b) for a, b in zip(runs[0], right))
     return {
-        "losses": apart if drawn > 1e-3 else float("inf"),
+        "losses": difference if effect > 1e-3 else float("inf"),
         "parameters": 0.0,
         "worst": "",
         "first": runs[0][0],
@@ -126,25 +125,19 @@ def with_dropout(name: str, folder: str) -> dict[str, Any]:
     }
 
 
-def check(name: str, folder: str, way: str) -> dict[str, Any]:
-    """On a rank: how far the losses and the parameters are off after all steps."""
-    from transformers import logging
-
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+def compare_training(name: str, folder: str, way: str) -> dict[str, Any]:
+    """On a rank: the errors of losses and of parameters after all steps."""
+    be_quiet()
     if way == "dropout":
         return with_dropout(name, folder)
     model, unsharded, ctx = prepared(name, folder, way)
     data = batches(unsharded, find(name), 2 * STEPS)
     if way in ON_A_MESH:
-        found = mean_over(train(model, [row(x, ctx.dp_rank) for x in data[:STEPS]], way), ctx.groups.dp)
-        right = train(unsharded, [row(x, i) for x in data[:STEPS] for i in range(2)], way, parts=2)
+        found = mean_over_ranks(train(model, [row(x, ctx.dp_rank) for x in data[:STEPS]], way), ctx.groups.dp)
+        right = train(unsharded, [row(x, i) for x in data[:STEPS] for i in range(2)], way, micro_batches=2)
     else:
         found, right = train(model, data, way), train(unsharded, data, way)
-    errors = {}
-    for (key, parameter), expected in zip(model.named_parameters(), unsharded.parameters()):
-        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-        errors[key] = float((whole - expected).norm() / expected.norm().clamp(min=1e-6))
+    errors = parameter_errors(model, unsharded)
     worst = max(errors, key=lambda key: errors[key])
     return {
         "losses": max(abs(a - b) for a, b in zip(found, right)),
@@ -155,21 +148,17 @@ def check(name: str, folder: str, way: str) -> dict[str, Any]:
     }
 
 
-_building = threading.Lock()
-
-
 def work(name: str, pool: RankPool) -> Record:
-    """One type on all ranks of a pool, trained in one way: ``llama+clipped``."""
+    """One type, trained in one way on all ranks of a pool: ``llama+clipped``."""
     kind, _, way = name.partition("+")
     way = way or "plain"
     with tempfile.TemporaryDirectory(prefix="zoo-") as folder:
         try:
-            with _building:
-                find(kind).make().save_pretrained(folder)  # type: ignore[operator]
-            results = pool.run(check, kind, folder, way, timeout=900)
+            save_model(kind, folder)
+            results = pool.run(compare_training, kind, folder, way, timeout=900)
         except Exception as error:
-            said = f"{type(error).__name__}: {str(error)[:600]}"
-            return {"name": name, "way": way, "with": versions(), "error": said}
+            message = f"{type(error).__name__}: {str(error)[:600]}"
+            return {"name": name, "way": way, "with": versions(), "error": message}
     worst = max(results, key=lambda r: max(r["losses"], r["parameters"]))
     seen = [r.pop("all", None) for r in results]
     if any(losses != seen[0] for losses in seen):
@@ -177,17 +166,13 @@ def work(name: str, pool: RankPool) -> Record:
     return {"name": name, "way": way, "with": versions(), **worst}
 
 
-def versions() -> str:
-    import transformers
-
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}"
-
-
 def right(record: Record) -> bool:
+    """Whether losses and parameters are within the tolerances."""
     return "error" not in record and record["losses"] < 1e-4 and record["parameters"] < 1e-3
 
 
 def page(records: dict[int, list[Record]]) -> str:
+    """Markdown: how many are right, then every type and way."""
     rows = [(r["name"], world, r) for world, several in records.items() for r in several]
     counts = []
     for each in dict.fromkeys(r.get("with", versions()) for _, _, r in rows):
@@ -199,9 +184,10 @@ def page(records: dict[int, list[Record]]) -> str:
         "",
         f"Tiny models with random weights, {STEPS} steps of AdamW in float32 on the same batches: the largest",
         "difference of a loss (right: below 1e-4) and, at the end, of a parameter, relative to its norm (below 1e-3).",
-        "Each as it is, with gradients clipped, accumulated over two batches, with activation checkpointing, and split",
-        "on the sequence. With dropout: the difference of two runs from one seed. *replicate* and *shard*: two",
-        "data-parallel ranks beside the others, with one row of every batch each. Made by `make training`.",
+        "Each plain, with gradient clipping, with gradients accumulated over two batches, with activation",
+        "checkpointing, and with sequence parallelism. With dropout: the difference of two runs from one seed.",
+        "*replicate* and *shard*: on a mesh with two data-parallel ranks, which have one row of every batch each. Made",
+        "by `make training`.",
         "",
         f"{date.today().isoformat()}:",
         "",
@@ -222,4 +208,4 @@ def page(records: dict[int, list[Record]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, ",".join(NAMES), work, right, page))
+    sys.exit(main(__doc__, ",".join(NAMES), work, right, page))

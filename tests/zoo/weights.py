@@ -1,17 +1,13 @@
-"""``python -m zoo.weights``: from a plain checkpoint to shards and back, on many architectures.
+"""``python -m zoo.weights``: from a checkpoint to shards and back, on many architectures.
 
-Saved by plain transformers, parallelized, compared, saved by the ranks, loaded by plain transformers, compared again:
-the outputs within 1e-4, the stored tensors bit by bit.
+Saved by transformers, parallelized, compared, saved by the ranks, loaded by transformers, compared again: the outputs
+within 1e-4, the stored tensors bit by bit.
 """
 
 from __future__ import annotations
 
-import platform
 import sys
 import tempfile
-import threading
-import warnings
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,7 @@ from safetensors import safe_open
 from ranks import RankPool
 from zoo.cases import find
 from zoo.check import differences, pair, run
-from zoo.turns import Record, command
+from zoo.jobs import Record, be_quiet, building, made_with, main, save_model
 
 TYPES = (
     "llama,mistral,qwen2,qwen3,gemma,gemma2,gemma3_text,gpt2,gpt_neox,gptj,opt,bloom,phi,phi3,falcon,stablelm,olmo,"
@@ -35,7 +31,7 @@ def stored(folder: str | Path) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path in sorted(Path(folder).glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 -- it is no dictionary
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 -- not a dictionary
     return found
 
 
@@ -46,23 +42,16 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
     )
 
 
-def check(name: str, folder: str, target: str, size: int) -> dict[str, Any]:
-    """On a rank: how far the outputs are off after loading; then save, in files of about ``size`` bytes."""
-    from transformers import logging
-
-    logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
+def load_and_save(name: str, folder: str, target: str, size: int) -> dict[str, Any]:
+    """On a rank: the error of the outputs after loading; then save, in files of about ``size`` bytes."""
+    be_quiet()
     torch._dynamo.reset()
     model, unsharded, ctx = pair(find(name), folder, "cpu")
     inputs = find(name).inputs(unsharded)
     with torch.no_grad():
         found = {"loaded": differences(run(model, inputs), run(unsharded, inputs))}
     model.save_pretrained(target, max_shard_size=size)
-    return {**found, "converted": len(ctx.conversions)}
-
-
-_building = threading.Lock()
-"""transformers changes how tensors are initialized while it loads, for all threads of the process."""
+    return {**found, "converted": len(ctx.state.conversions)}
 
 
 def work(name: str, pool: RankPool) -> Record:
@@ -70,15 +59,13 @@ def work(name: str, pool: RankPool) -> Record:
     with tempfile.TemporaryDirectory(prefix="zoo-") as place:
         source, target = f"{place}/source", f"{place}/target"
         try:
-            with _building:
-                built = find(name).make()
-                built.save_pretrained(source)  # type: ignore[operator]
+            built = save_model(name, source)
             before = stored(source)
             size = sum(t.numel() * t.itemsize for t in before.values()) // 3
-            results = pool.run(check, name, source, target, size, timeout=600)
-            with _building:
-                again = type(built).from_pretrained(target, dtype=torch.float32).eval()  # type: ignore[attr-defined]
-                plain = type(built).from_pretrained(source, dtype=torch.float32).eval()  # type: ignore[attr-defined]
+            results = pool.run(load_and_save, name, source, target, size, timeout=600)
+            with building:
+                again = type(built).from_pretrained(target, dtype=torch.float32).eval()
+                plain = type(built).from_pretrained(source, dtype=torch.float32).eval()
             inputs = find(name).inputs(plain)
             with torch.no_grad():
                 saved = differences(run(again, inputs), run(plain, inputs))
@@ -95,22 +82,21 @@ def work(name: str, pool: RankPool) -> Record:
 
 
 def right(record: Record) -> bool:
+    """Whether outputs are within the tolerances and the stored tensors equal."""
     return "error" not in record and record["loaded"] < 1e-4 and record["saved"] < 1e-5 and not record["differing"]
 
 
 def page(records: dict[int, list[Record]]) -> str:
-    import transformers
-
+    """Markdown: how many are right, then every type."""
     counts = ", ".join(f"{sum(map(right, r))} of {len(r)} right at {world} ranks" for world, r in records.items())
     lines = [
-        "# Checkpoints there and back",
+        "# Checkpoints, loaded and saved",
         "",
-        "Tiny models with random weights: saved by plain transformers, parallelized (*loaded*: the largest difference",
-        "of an output), saved by the ranks in several files, loaded by plain transformers again (*saved*), stored",
-        "tensors compared bit by bit. *Converted* parameters are stored in another form. Made by `make weights`.",
+        "Tiny models with random weights: saved by transformers, parallelized (*loaded*: the largest difference of an",
+        "output), saved by the ranks in several files, loaded by transformers again (*saved*), stored tensors compared",
+        "bit by bit. *Converted* parameters are stored in another form. Made by `make weights`.",
         "",
-        f"{date.today().isoformat()}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
-        f"{platform.python_version()}. {counts}.",
+        f"{made_with()} {counts}.",
         "",
         "| type | ranks | loaded | saved | converted | files | |",
         "|---|---|---|---|---|---|---|",
@@ -127,4 +113,4 @@ def page(records: dict[int, list[Record]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command(__doc__, TYPES, work, right, page))
+    sys.exit(main(__doc__, TYPES, work, right, page))
