@@ -1,6 +1,6 @@
-"""Kernels, most of them for single tokens, where a step is as long as its weights take to be read.
+"""Kernels, most of them for decode steps, which take as long as reading the weights does.
 
-One file per kernel; what a compiler has to leave alone is an operator. Those for a GPU are written in Triton, which
-installs without a GPU do not have: such a module is imported where a program is compiled for a GPU, and not before.
-Those for a CPU are written in C++. They know no gradients.
+One file per kernel; those that a compiler must not look into are registered operators. GPU kernels are written in
+Triton, which installations without a GPU lack: such a module is imported only where a program is compiled for a GPU.
+CPU kernels are written in C++. None of them supports autograd.
 """

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from ..graph.nodes import argument, tidied
 from ..kernels.cpu import decode_attention as one_query
 from ..kernels.cpu import prefill_attention as causal
-from ..kernels.cpu.build import kernel
+from ..kernels.cpu.build import load_kernel
 from .kv_cache_append import append, attend_extended
 from .patterns import unrepeated
 
@@ -88,7 +88,7 @@ def _is_plain(node: Node, keys: Node, values: Node) -> bool:
         return False
     if not _same_batch(*found):
         return False
-    return one_query.fits(found[0], found[1]) and kernel("decode_attention") is not None
+    return one_query.fits(found[0], found[1]) and load_kernel("decode_attention") is not None
 
 
 def _others(cache: Node, attention: Node, order: dict[Node, int]) -> list[Node]:

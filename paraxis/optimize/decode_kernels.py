@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..distributed.operators import all_reduce
 from ..graph.nodes import argument, is_impure, shape_of
 from .patterns import DTYPES, bare, base_of, both, dtype_of, is_call, turn_of, unrepeated, value_of
 
@@ -32,7 +33,7 @@ def use_decode_kernels(module: GraphModule, examples: Sequence[Any]) -> int:
     for node, value in known.items():
         node.meta["val"] = value
     for node in module.graph.nodes:  # a sum over the ranks is like its terms
-        if getattr(node.target, "__name__", "") == "all_reduce" and "val" not in node.meta:
+        if node.target is all_reduce and "val" not in node.meta:
             node.meta["val"] = node.args[0].meta.get("val")
     open_outer_products(module.graph)
     join_increments(module.graph)
@@ -125,14 +126,14 @@ def _attention(graph: Graph, known: dict[Node, Any]) -> int:
                     base_of(turned.sin),
                 )
                 args += (keys.cache, values.cache, keys.position, mask, scale)
-                result = graph.call_function(torch.ops.paraxis.rotate_store_attend.default, args)
+                result = graph.call_function(torch.ops.paraxis.rope_decode_attention.default, args)
             else:
                 args = (query, keys.node, values.node, mask, scale)
-                result = graph.call_function(torch.ops.paraxis.attend_row.default, args)
+                result = graph.call_function(torch.ops.paraxis.decode_attention.default, args)
         result.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(result)
         graph.erase_node(node)
-        if result.target is torch.ops.paraxis.rotate_store_attend.default:
+        if result.target is torch.ops.paraxis.rope_decode_attention.default:
             done += [keys.node, values.node]
         _simplify_position(graph, keys.position)
         count += 1
@@ -278,12 +279,12 @@ def _emit_linears(graph: Graph, nodes: list[Node], known: dict[Node, Any]) -> No
         if norm:
             a, b = parts or (norm.x, None)
             args: tuple[Any, ...] = (a, b, norm.weight, norm.eps, weights, biases, gate is not None)
-            both = graph.call_function(torch.ops.paraxis.row_norm_linear.default, args)
+            both = graph.call_function(torch.ops.paraxis.rmsnorm_gemv.default, args)
             result = graph.call_function(operator.getitem, (both, 0))
             total = graph.call_function(operator.getitem, (both, 1)) if parts else None
         else:
             args = (x, weights, biases, gate is not None)
-            result = graph.call_function(torch.ops.paraxis.row_linear.default, args)
+            result = graph.call_function(torch.ops.paraxis.gemv.default, args)
         pieces, start = [], 0
         for weight in weights if gate is None and len(weights) > 1 else ():
             end = start + known[weight].shape[0]

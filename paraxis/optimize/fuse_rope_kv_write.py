@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..distributed.operators import take_shard
 from ..graph.mutation import is_view
 from ..graph.nodes import argument, is_impure, tidied
 from ..kernels.triton import rope_kv_write as place  # noqa: F401 -- registers the operator
@@ -38,7 +39,7 @@ def fuse_rope_kv_write(module: GraphModule) -> int:
         if any(_home(arg) in writes for arg in given):  # they may change before they were read
             continue
         with graph.inserting_after(last):
-            results = graph.call_function(torch.ops.paraxis.rotate_place.default, args)
+            results = graph.call_function(torch.ops.paraxis.rope_kv_write.default, args)
         order[results] = order[last]
         for i, old in reversed(list(enumerate(replaced))):
             with graph.inserting_after(results):
@@ -190,7 +191,7 @@ _RANGES = (aten.arange.start_step, aten.arange.start, aten.arange.default)
 
 def _is_zero(node: Any) -> bool:
     """Whether a tensor, or the one that it is the rank's part of, is zeros that nobody else sees, or writes to."""
-    if getattr(getattr(node, "target", None), "__name__", "") == "take_shard" and len(node.users) == 1:
+    if is_call(node, take_shard) and len(node.users) == 1:
         node = node.args[0]
     if not isinstance(node, Node) or len(node.users) != 1:
         return False

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from ..graph.nodes import tidied
-from ..kernels.cpu.gemv import multiply
+from ..kernels.cpu.gemv import mm_into
 
 aten = torch.ops.aten
 
@@ -63,8 +63,8 @@ def in_turn(
         taken = rows[start:end] if index is None else rows.index_select(0, index[start:end])
         mine = result[start:end]
         inner = torch.empty((end - start, first.shape[2]), dtype=rows.dtype, device=rows.device)
-        multiply(taken, first[expert], inner)
-        multiply(between(inner), second[expert], mine)
+        mm_into(taken, first[expert], inner)
+        mm_into(between(inner), second[expert], mine)
         if scale is not None:
             mine.mul_(scale[start:end])
         start = end

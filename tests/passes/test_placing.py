@@ -74,7 +74,7 @@ def test_a_layer(opened: bool, batch: int) -> None:
         assert drop_causal_masks(module) == 1
     assert fuse_rope_kv_write(module) == 1
     left = {node.target for node in module.graph.nodes if node.op == "call_function"}
-    assert torch.ops.paraxis.rotate_place.default in left
+    assert torch.ops.paraxis.rope_kv_write.default in left
     assert not left & {aten.index_put.default, aten.full.default, aten.cat.default, aten.neg.default}
     compare(module, layer, given)
 

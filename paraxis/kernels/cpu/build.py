@@ -1,4 +1,4 @@
-"""Kernels in C++, built with Inductor's tools where no process of this machine has before."""
+"""Building and calling the C++ kernels. Inductor's tools compile them once per machine, on first use."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad
 
 LANES = 8
-"""Kernels take features by so many."""
+"""Floats of a vector: kernels need a multiple of this number of features."""
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 @cache
-def kernel(name: str) -> Any:
-    """The function of ``name``.cpp, which takes a pointer to a structure; None where it cannot be built."""
+def load_kernel(name: str) -> Any:
+    """The function of ``name``.cpp, which takes a pointer to a structure; None where it cannot be compiled."""
     from torch._inductor.codecache import CppCodeCache
 
     here = Path(__file__).parent
+    source = (here / "vectors.h").read_text() + (here / f"{name}.cpp").read_text()
     try:
-        library = CppCodeCache.load((here / "vectors.h").read_text() + (here / f"{name}.cpp").read_text())
-    except Exception as error:  # no compiler, or one that does not know vectors or threads
-        logging.getLogger("paraxis").info("what %s.cpp does is left to torch: %s", name, error)
+        library = CppCodeCache.load(source)
+    except Exception as error:  # no compiler, or one without vector extensions or OpenMP
+        logging.getLogger("paraxis").info("torch's kernel is used instead of %s.cpp: %s", name, error)
         return None
     function = library.run
     function.restype = None
     return function
 
 
-def watched() -> bool:
-    """Whether somebody has to see torch's own operators: to differentiate, trace, count, cast or batch them."""
+def must_use_aten() -> bool:
+    """Whether torch's own operators must run: something differentiates, traces, counts, casts or batches them."""
     return (
         torch.is_grad_enabled()
         or torch.compiler.is_compiling()
@@ -50,45 +51,46 @@ def watched() -> bool:
 
 
 @cache
-def maker() -> str:
-    """Who made the processor; empty where that cannot be told, or is nobody that kernels were tried with."""
+def cpu_vendor() -> str:
+    """The vendor id of the processor; empty where it is unknown, or one that the kernels were not measured on."""
     try:
-        shown = Path("/proc/cpuinfo").read_text()[:4096]
+        text = Path("/proc/cpuinfo").read_text()[:4096]
     except OSError:
         return ""
-    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in shown), "")
+    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in text), "")
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether numbers lie in memory as a tensor says, in float32."""
+    """Whether this is a strided float32 tensor in CPU memory, not a subclass nor a lazily negated view."""
     if type(x) not in _PLAIN or x.dtype != torch.float32 or not x.is_cpu:
         return False
     return x.layout is torch.strided and not x.is_neg()
 
 
-def call_of(pointers: str, numbers: str, real: str = "") -> type[ctypes.Structure]:
-    """The structure that a kernel takes, of these names: pointers, then whole numbers, then others."""
-    kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (real, ctypes.c_double))
+def call_struct(pointers: str, integers: str, doubles: str = "") -> type[ctypes.Structure]:
+    """The structure of a kernel's arguments, by their names: pointers, then integers, then doubles."""
+    kinds = ((pointers, ctypes.c_void_p), (integers, ctypes.c_int64), (doubles, ctypes.c_double))
     return type(
         "Call", (ctypes.Structure,), {"_fields_": [(name, kind) for names, kind in kinds for name in names.split()]}
     )
 
 
 def threads_for(heads: int) -> int:
-    """How many threads to share heads out to; 0 where torch, which shares out more than heads, has more of them."""
+    """How many threads to parallelize heads over; 0 where there are fewer heads: torch parallelizes over more."""
     threads = torch.get_num_threads()
     return threads if threads <= heads else 0
 
 
-def in_rows(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """With the features of a row side by side."""
+def contiguous_rows(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors, copied where the features (the last of four dimensions) are not contiguous."""
     return [x if x.stride(3) == 1 else x.contiguous() for x in tensors]
 
 
 def strides(tensors: Iterable[torch.Tensor], dims: int) -> list[int]:
-    """Those of the first dimensions of each."""
+    """The strides of the first ``dims`` dimensions of each tensor, in one list."""
     return [stride for x in tensors for stride in x.stride()[:dims]]
 
 
 def pointers(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The addresses of the tensors' data."""
     return [x.data_ptr() for x in tensors]

@@ -1,7 +1,7 @@
-"""Attention of one query per sequence on a growing cache, on a CPU.
+"""Decode attention on a CPU: one query per sequence, and a KV cache that is appended to.
 
-torch's own kernel is made for many queries. Of one it takes half as long again as reading the cache does, and the cache
-has to be extended before, by operators that take time of their own for every layer.
+torch's own kernel is made for many queries. With one query it takes half as long again as reading the KV cache does,
+and appending to the cache takes further operators in every layer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import ctypes
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .build import LANES, call_of, in_rows, kernel, pointers, strides, threads_for
+from .build import LANES, call_struct, contiguous_rows, load_kernel, pointers, strides, threads_for
 
-_Call = call_of(
+_Call = call_struct(
     "query new_keys new_values keys values out scores",
     "threads batch heads groups length features query_batch query_head keys_batch keys_head values_batch values_head "
     "cache_batch cache_head",
@@ -40,21 +40,24 @@ def decode_attention(
     new_values: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Write the last row of keys and values, and attend to all of them. The rows of a head lie together."""
+    """Append ``new_keys`` and ``new_values`` as the last row of the KV cache, and attend to all rows.
+
+    The rows of a head of the cache are contiguous; the last one is allocated and not written yet.
+    """
     if keys.shape != values.shape:
-        raise RuntimeError(f"there are keys of shape {tuple(keys.shape)} and values of shape {tuple(values.shape)}")
+        raise RuntimeError(f"keys of shape {tuple(keys.shape)} do not match values of shape {tuple(values.shape)}")
     batch, heads, length, features = keys.shape
     groups, threads = query.shape[1] // heads, threads_for(batch * heads)
-    laid = keys.stride() == values.stride() and keys.stride()[2:] == (features, 1)
-    alike = query.shape == (batch, heads * groups, 1, features)
-    function = kernel("decode_attention") if threads and laid and alike else None
+    contiguous = keys.stride() == values.stride() and keys.stride()[2:] == (features, 1)
+    matching = query.shape == (batch, heads * groups, 1, features)
+    function = load_kernel("decode_attention") if threads and contiguous and matching else None
     if function is None:
         for cache, new in ((keys, new_keys), (values, new_values)):
             cache.narrow(2, length - 1, 1).copy_(new)
         attended = scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=groups > 1)
         return attended.contiguous()
     out, scores = query.new_empty(query.shape), query.new_empty(threads * groups * length)
-    given = in_rows((query, new_keys, new_values))
-    sizes = (threads, batch, heads, groups, length, features, *strides((*given, keys), 2))
-    function(ctypes.byref(_Call(*pointers((*given, keys, values, out, scores)), *sizes, scale)))
+    inputs = contiguous_rows((query, new_keys, new_values))
+    sizes = (threads, batch, heads, groups, length, features, *strides((*inputs, keys), 2))
+    function(ctypes.byref(_Call(*pointers((*inputs, keys, values, out, scores)), *sizes, scale)))
     return out

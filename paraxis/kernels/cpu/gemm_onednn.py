@@ -1,7 +1,7 @@
-"""Products of many rows with a weight, on a CPU: what prompts take most of their time for.
+"""GEMM on a CPU with oneDNN: linear layers of many rows, which take most of the time of prefill.
 
-torch leaves those in float32 to MKL, which is Intel's. On processors of AMD, oneDNN, which torch brings too, is faster:
-by a tenth where there are hundreds of rows, by more where there are ten.
+torch uses MKL for float32, which is Intel's. On AMD processors oneDNN, which torch ships too, is faster: by a tenth
+with hundreds of rows, by more with ten.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .build import is_plain, maker
+from .build import cpu_vendor, is_plain
 
-LEAST = 1 << 23
-"""Multiplications; with fewer of them what oneDNN does for a call is not made up for."""
-ROWS = 256
-"""How many there may be, where that is not known before."""
+MIN_MULTIPLICATIONS = 1 << 23
+"""With fewer multiplications the overhead of a oneDNN call is not worth it."""
+ASSUMED_ROWS = 256
+"""The number of rows that a dynamic dimension is taken to have."""
 
 
-def pays(multiplications: int) -> bool:
-    """Whether oneDNN is faster. Not found out by measuring: ranks of a machine compute the same."""
-    if multiplications < LEAST or maker() != "AuthenticAMD":
+def is_faster(multiplications: int) -> bool:
+    """Whether oneDNN is faster. By a rule, not by measuring: all ranks must choose the same kernel."""
+    if multiplications < MIN_MULTIPLICATIONS or cpu_vendor() != "AuthenticAMD":
         return False
     return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
 
 
-def multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """``x @ weight.T + bias``; None if that is better left to torch."""
-    if weight.dim() != 2 or not pays(x.numel() * weight.shape[0]) or x.shape[-1] != weight.shape[1]:
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """``x @ weight.T + bias``; None where torch's own kernel should be used."""
+    if weight.dim() != 2 or not is_faster(x.numel() * weight.shape[0]) or x.shape[-1] != weight.shape[1]:
         return None
     if not (is_plain(x) and is_plain(weight) and x.is_contiguous() and _is_matrix(weight)):
         return None
@@ -38,16 +38,16 @@ def multiplied(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
 
 
 def _is_matrix(weight: torch.Tensor) -> bool:
-    """Whether its rows, or its columns, lie one behind the other."""
-    (rows, columns), (down, along) = weight.shape, weight.stride()
-    return (along == 1 and down >= columns) or (down == 1 and along >= rows)
+    """Whether it is a row-major or column-major matrix without overlap."""
+    (rows, columns), (row_stride, column_stride) = weight.shape, weight.stride()
+    return (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)
 
 
 # -- as an operator ------------------------------------------------------------------------------------------------
 
 
 def fits(x: Any, weight: Any) -> bool:
-    """Whether ``x @ weight`` of tensors like these, which may be fake, may be for oneDNN."""
+    """Whether oneDNN may compute ``x @ weight`` for tensors like these, which may be fake."""
     for tensor in (x, weight):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2 or tensor.dtype != torch.float32:
             return False
@@ -57,17 +57,17 @@ def fits(x: Any, weight: Any) -> bool:
         return False
     if x.stride() != (x.shape[1], 1) or not _is_matrix(weight):
         return False
-    return pays((x.shape[0] if isinstance(x.shape[0], int) else ROWS) * weight.numel())
+    return is_faster((x.shape[0] if isinstance(x.shape[0], int) else ASSUMED_ROWS) * weight.numel())
 
 
-def _many_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    result = multiplied(x, weight, bias)
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    result = onednn_linear(x, weight, bias)
     return F.linear(x, weight, bias).contiguous() if result is None else result
 
 
 _library = torch.library.Library("paraxis", "FRAGMENT")
-_library.define("many_rows(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
-_library.impl("many_rows", _many_rows, "CPU")
+_library.define("onednn_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("onednn_linear", _linear, "CPU")
 torch.library.register_fake(
-    "paraxis::many_rows", lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0])), lib=_library
+    "paraxis::onednn_linear", lambda x, weight, bias: x.new_empty((*x.shape[:-1], weight.shape[0])), lib=_library
 )

@@ -1,8 +1,8 @@
-// A few rows times a weight, on a CPU, in float32.
+// GEMV: one to four rows times a weight matrix, on a CPU, in float32.
 //
-// All there is to it is to read the weight once, as fast as memory gives it. A processor fetches ahead of whoever reads
-// on and on, for each of several places by itself; a single place does not keep the memory busy. So the weight is read
-// at STREAMS places far from one another.
+// It is bound by reading the weight once, at the bandwidth of the memory. The hardware prefetcher follows several
+// sequential streams independently; a single stream does not saturate the memory. So the weight is read as STREAMS
+// streams far from one another.
 
 namespace {
 
@@ -12,21 +12,21 @@ constexpr int64_t STREAMS = 4;
 
 struct Call {
     const float *rows, *weight, *bias;  // no bias: null
-    float* out;                         // rows lie together
+    float* out;                         // contiguous
     int64_t threads, count, inputs, outputs;
-    int64_t row_stride, weight_stride;  // of what lies in the weight one after the other: outputs or, `across`, inputs
-    int64_t across;
+    int64_t row_stride, weight_stride;  // of the outputs in a row-major weight, of the inputs in a column-major one
+    int64_t column_major;
 };
 
-// The outputs from first to last, each of which has its weights together.
+// Outputs first to last of a row-major weight: the weights of an output are contiguous.
 template <int COUNT>
-void along(const Call& c, int64_t first, int64_t last) {
-    const int64_t each = (last - first) / STREAMS, whole = c.inputs / LANES * LANES;
+void row_major(const Call& c, int64_t first, int64_t last) {
+    const int64_t each = (last - first) / STREAMS, vectorized = c.inputs / LANES * LANES;
     for (int64_t n = 0; n < each; ++n) {
         const float* from[STREAMS];
         for (int s = 0; s < STREAMS; ++s) from[s] = c.weight + (first + s * each + n) * c.weight_stride;
         Floats sum[COUNT][STREAMS] = {};
-        for (int64_t k = 0; k < whole; k += LANES) {
+        for (int64_t k = 0; k < vectorized; k += LANES) {
             Floats weights[STREAMS];
             for (int s = 0; s < STREAMS; ++s) weights[s] = load(from[s] + k);
             for (int r = 0; r < COUNT; ++r) {
@@ -38,7 +38,7 @@ void along(const Call& c, int64_t first, int64_t last) {
             for (int s = 0; s < STREAMS; ++s) {
                 const int64_t at = first + s * each + n;
                 float value = total(sum[r][s]);
-                for (int64_t k = whole; k < c.inputs; ++k) value += c.rows[r * c.row_stride + k] * from[s][k];
+                for (int64_t k = vectorized; k < c.inputs; ++k) value += c.rows[r * c.row_stride + k] * from[s][k];
                 c.out[r * c.outputs + at] = c.bias ? value + c.bias[at] : value;
             }
     }
@@ -46,17 +46,17 @@ void along(const Call& c, int64_t first, int64_t last) {
         for (int r = 0; r < COUNT; ++r) {
             const float *row = c.rows + r * c.row_stride, *weights = c.weight + at * c.weight_stride;
             Floats sum = {};
-            for (int64_t k = 0; k < whole; k += LANES) sum += load(row + k) * load(weights + k);
+            for (int64_t k = 0; k < vectorized; k += LANES) sum += load(row + k) * load(weights + k);
             float value = total(sum);
-            for (int64_t k = whole; k < c.inputs; ++k) value += row[k] * weights[k];
+            for (int64_t k = vectorized; k < c.inputs; ++k) value += row[k] * weights[k];
             c.out[r * c.outputs + at] = c.bias ? value + c.bias[at] : value;
         }
 }
 
-// The same where the weights of each input are together.
+// Outputs first to last of a column-major weight: the weights of an input are contiguous.
 template <int COUNT>
-void across(const Call& c, int64_t first, int64_t last) {
-    const int64_t each = c.inputs / STREAMS, whole = first + (last - first) / LANES * LANES;
+void column_major(const Call& c, int64_t first, int64_t last) {
+    const int64_t each = c.inputs / STREAMS, vectorized = first + (last - first) / LANES * LANES;
     for (int r = 0; r < COUNT; ++r)
         for (int64_t n = first; n < last; ++n) c.out[r * c.outputs + n] = c.bias ? c.bias[n] : 0;
     for (int64_t k = 0; k < each; ++k) {
@@ -66,17 +66,17 @@ void across(const Call& c, int64_t first, int64_t last) {
             from[s] = c.weight + (s * each + k) * c.weight_stride;
             for (int r = 0; r < COUNT; ++r) factors[r][s] = c.rows[r * c.row_stride + s * each + k];
         }
-        for (int64_t n = first; n < whole; n += LANES) {
+        for (int64_t n = first; n < vectorized; n += LANES) {
             Floats weights[STREAMS];
             for (int s = 0; s < STREAMS; ++s) weights[s] = load(from[s] + n);
             for (int r = 0; r < COUNT; ++r) {
                 float* out = c.out + r * c.outputs + n;
-                Floats sum = factors[r][0] * weights[0];  // by itself first: less is lost in rounding
+                Floats sum = factors[r][0] * weights[0];  // summed before it is added to out: smaller rounding error
                 for (int s = 1; s < STREAMS; ++s) sum += factors[r][s] * weights[s];
                 store(out, load(out) + sum);
             }
         }
-        for (int64_t n = whole; n < last; ++n)
+        for (int64_t n = vectorized; n < last; ++n)
             for (int r = 0; r < COUNT; ++r)
                 for (int s = 0; s < STREAMS; ++s) c.out[r * c.outputs + n] += factors[r][s] * from[s][n];
     }
@@ -86,21 +86,22 @@ void across(const Call& c, int64_t first, int64_t last) {
                 c.out[r * c.outputs + n] += c.rows[r * c.row_stride + k] * c.weight[k * c.weight_stride + n];
 }
 
+// The share of the outputs of one thread.
 template <int COUNT>
-void part(const Call& c, int64_t thread) {
+void run_thread(const Call& c, int64_t thread) {
     const int64_t each = (c.outputs + c.threads * LANES - 1) / (c.threads * LANES) * LANES;
     const int64_t first = thread * each < c.outputs ? thread * each : c.outputs;
     const int64_t last = first + each < c.outputs ? first + each : c.outputs;
-    c.across ? across<COUNT>(c, first, last) : along<COUNT>(c, first, last);
+    c.column_major ? column_major<COUNT>(c, first, last) : row_major<COUNT>(c, first, last);
 }
 
 extern "C" void run(const Call* call) {
     const Call& c = *call;
 #pragma omp parallel for num_threads(c.threads) if (c.threads > 1)
     for (int64_t thread = 0; thread < c.threads; ++thread) {
-        if (c.count == 1) part<1>(c, thread);
-        if (c.count == 2) part<2>(c, thread);
-        if (c.count == 3) part<3>(c, thread);
-        if (c.count == 4) part<4>(c, thread);
+        if (c.count == 1) run_thread<1>(c, thread);
+        if (c.count == 2) run_thread<2>(c, thread);
+        if (c.count == 3) run_thread<3>(c, thread);
+        if (c.count == 4) run_thread<4>(c, thread);
     }
 }

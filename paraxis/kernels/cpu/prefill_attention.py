@@ -1,7 +1,7 @@
-"""Attention of many queries, each of which sees the rows up to its own, on a CPU.
+"""Prefill attention on a CPU: many queries with a causal mask.
 
-For prompts of some hundred tokens torch's own kernel takes twice as long: its products are small ones of a library that
-is made for large ones.
+For prompts of some hundred tokens torch's own kernel takes twice as long: it calls a GEMM library on matrices too small
+for it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import ctypes
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .build import LANES, call_of, in_rows, kernel, pointers, strides, threads_for
+from .build import LANES, call_struct, contiguous_rows, load_kernel, pointers, strides, threads_for
 
-LONGEST = 1024
-"""Rows up to which keys and values of a head stay in the second cache; from there on torch is as fast."""
-SIDE, QUERIES = 16, 6
-"""Rows of keys that lie side by side, and queries at a time; as in the kernel."""
+MAX_LENGTH = 1024
+"""Keys per head up to which keys and values stay in the L2 cache; beyond that torch is as fast."""
+KEY_BLOCK, QUERY_BLOCK = 16, 6
+"""Keys that are packed side by side, and queries of a tile; as in the kernel."""
 
-_Call = call_of(
-    "query keys values out room",
+_Call = call_struct(
+    "query keys values out scratch",
     "threads batch heads groups queries length features query_batch query_head query_row keys_batch keys_head keys_row "
     "values_batch values_head values_row out_batch out_head out_row",
     "scale",
@@ -32,33 +32,31 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
     known = all(isinstance(n, int) for n in (features, keys.shape[3], values.shape[3], query.shape[1], keys.shape[1]))
     if not known or any(x.dtype != torch.float32 or not x.is_cpu for x in (query, keys, values)):
         return False
-    alike = features == keys.shape[3] == values.shape[3] and keys.shape[1] == values.shape[1]
-    if not alike or not features or features % LANES or not keys.shape[1]:
+    matching = features == keys.shape[3] == values.shape[3] and keys.shape[1] == values.shape[1]
+    if not matching or not features or features % LANES or not keys.shape[1]:
         return False
     return query.shape[1] % keys.shape[1] == 0
 
 
 def prefill_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention where query number n sees the first n + 1 rows, as [batch, heads, queries, features]."""
+    """Causal attention: query n attends to the first n + 1 keys. The result is [batch, heads, queries, features]."""
     batch, heads, length, features = keys.shape
     queries, groups = query.shape[2], query.shape[1] // heads
-    threads = threads_for(batch * heads) if length <= LONGEST else 0
-    alike = values.shape == keys.shape and query.shape == (batch, heads * groups, queries, features)
-    function = kernel("prefill_attention") if threads and length and queries and alike else None
-    out = _like(query, keys, values, scale)
+    threads = threads_for(batch * heads) if length <= MAX_LENGTH else 0
+    matching = values.shape == keys.shape and query.shape == (batch, heads * groups, queries, features)
+    function = load_kernel("prefill_attention") if threads and length and queries and matching else None
+    out = _allocate(query, keys, values, scale)
     if function is None:
-        shared = groups > 1
-        return out.copy_(
-            scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=shared)
-        )
-    given = in_rows((query, keys, values))
-    room = query.new_empty(threads * (length + SIDE) * (features + QUERIES))
-    sizes = (threads, batch, heads, groups, queries, length, features, *strides((*given, out), 3))
-    function(ctypes.byref(_Call(*pointers((*given, out, room)), *sizes, scale)))
+        gqa = groups > 1
+        return out.copy_(scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=gqa))
+    inputs = contiguous_rows((query, keys, values))
+    scratch = query.new_empty(threads * (length + KEY_BLOCK) * (features + QUERY_BLOCK))
+    sizes = (threads, batch, heads, groups, queries, length, features, *strides((*inputs, out), 3))
+    function(ctypes.byref(_Call(*pointers((*inputs, out, scratch)), *sizes, scale)))
     return out
 
 
-def _like(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+def _allocate(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
     batch, heads, queries, features = query.shape
     return query.new_empty((batch, queries, heads, features)).transpose(1, 2)
 
@@ -66,4 +64,4 @@ def _like(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
 _library = torch.library.Library("paraxis", "FRAGMENT")
 _library.define("prefill_attention(Tensor query, Tensor keys, Tensor values, float scale) -> Tensor")
 _library.impl("prefill_attention", prefill_attention, "CPU")
-torch.library.register_fake("paraxis::prefill_attention", _like, lib=_library)
+torch.library.register_fake("paraxis::prefill_attention", _allocate, lib=_library)

@@ -1,7 +1,7 @@
-// Vectors of float32, as GCC and clang know them on any processor. Put before the kernels for a CPU.
+// Vectors of float32 by the vector extensions of GCC and clang, for any processor. Prepended to every CPU kernel.
 
 #if defined(__clang__)
-#pragma clang fp contract(fast) reassociate(off)  // products are not rounded before they are added
+#pragma clang fp contract(fast) reassociate(off)  // fused multiply-add
 #else
 #pragma GCC optimize("fp-contract=fast,no-unsafe-math-optimizations")
 #endif
@@ -31,13 +31,13 @@ inline float total(Floats value) {
     return ((value[0] + value[4]) + (value[2] + value[6])) + ((value[1] + value[5]) + (value[3] + value[7]));
 }
 
-// e^x for x <= 0: a power of two, put together bit by bit, times a series on half a logarithm of two to either side.
+// e^x for x <= 0: 2^integral, built from its bits, times the Taylor series of the rest, at most half of log(2).
 inline Floats exponential(Floats x) {
     const float lowest = -87.0f;
     x = x < lowest ? Floats{} + lowest : x;
-    const Floats shifted = x * 1.44269504088896341f + 12582912.0f;  // rounds: what is added is 1.5 * 2^23
-    const Floats whole = shifted - 12582912.0f;
-    const Floats rest = (x - whole * 0.693359375f) + whole * 2.12194440e-4f;
+    const Floats shifted = x * 1.44269504088896341f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+    const Floats integral = shifted - 12582912.0f;
+    const Floats rest = (x - integral * 0.693359375f) + integral * 2.12194440e-4f;
     Floats series = Floats{} + 1.0f / 5040;
     series = series * rest + 1.0f / 720;
     series = series * rest + 1.0f / 120;
@@ -45,7 +45,7 @@ inline Floats exponential(Floats x) {
     series = series * rest + 1.0f / 6;
     series = series * rest + 0.5f;
     series = series * rest * rest + rest + 1.0f;
-    const Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
+    const Ints power = (__builtin_convertvector(integral, Ints) + 127) << 23;
     Floats scale;
     std::memcpy(&scale, &power, sizeof scale);
     return series * scale;

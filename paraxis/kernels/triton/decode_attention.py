@@ -1,8 +1,8 @@
-"""Attention of one query per sequence on a cache of a fixed size.
+"""Decode attention on a GPU: one query per sequence on a preallocated KV cache (split-K, as in FlashDecoding).
 
-The keys are divided among programs, also where a rank has a single head, and a second kernel puts their results
-together. With ``rotate_store_attend`` the kernel also turns query and key by their position and writes key and value
-into the cache, which would be small kernels of their own.
+The keys are divided among programs, also where a rank has a single head, and a second kernel merges their results. With
+``rope_decode_attention`` the kernel also applies RoPE to query and key and writes key and value to the KV cache, which
+would otherwise be small kernels of their own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 32
-"""Keys that a program looks at together."""
+"""Keys of a tile."""
 WARPS = 4
-SPLITS = 128
-"""Programs per head of keys at most."""
+MAX_SPLITS = 128
+"""Programs per key head at most."""
 
 
 @triton.jit
-def _turned(ptr, cos_ptr, sin_ptr, row, col, inside, D: tl.constexpr):
+def _rotate(ptr, cos_ptr, sin_ptr, row, col, inside, D: tl.constexpr):
     """``x * cos + rotate_half(x) * sin`` with the rounding of separate operators."""
     dtype = ptr.dtype.element_ty
     half = tl.where(col < D // 2, col + D // 2, col - D // 2)
@@ -36,37 +36,37 @@ def _turned(ptr, cos_ptr, sin_ptr, row, col, inside, D: tl.constexpr):
 
 @triton.jit
 def merge_kernel(
-    part_ptr,
+    partial_ptr,
     stat_ptr,
     out_ptr,
     G: tl.constexpr,
     D: tl.constexpr,
     SPLITS: tl.constexpr,
-    ALL: tl.constexpr,
-    EARLY: tl.constexpr,
+    PADDED_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (query head, batch): the sum of what all programs found for it, put on one scale."""
+    """Program (query head, batch): merges the partials of all splits, rescaled to one maximum."""
     head = tl.program_id(0)
-    own = tl.program_id(1) * (tl.num_programs(0) // G) + head // G
-    if EARLY:
+    group = tl.program_id(1) * (tl.num_programs(0) // G) + head // G
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    every = tl.arange(0, ALL)
+    splits = tl.arange(0, PADDED_SPLITS)
     d = tl.arange(0, D)
-    there = every < SPLITS
-    place = (own * SPLITS + every) * G + head % G
-    found = tl.load(part_ptr + place[:, None] * D + d[None, :], mask=there[:, None], other=0.0)
-    best = tl.load(stat_ptr + 2 * place, mask=there, other=float("-inf"))
-    weight = tl.load(stat_ptr + 2 * place + 1, mask=there, other=0.0)
-    top = tl.max(best, 0)
-    fade = tl.exp(best - tl.where(top == float("-inf"), 0.0, top))
-    total = tl.sum(fade * weight, 0)
-    result = tl.sum(found * fade[:, None], 0) / tl.where(total > 0, total, 1.0)
+    valid = splits < SPLITS
+    slot = (group * SPLITS + splits) * G + head % G
+    partials = tl.load(partial_ptr + slot[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
+    row_max = tl.load(stat_ptr + 2 * slot, mask=valid, other=float("-inf"))
+    row_sum = tl.load(stat_ptr + 2 * slot + 1, mask=valid, other=0.0)
+    overall_max = tl.max(row_max, 0)
+    rescale = tl.exp(row_max - tl.where(overall_max == float("-inf"), 0.0, overall_max))
+    total = tl.sum(rescale * row_sum, 0)
+    result = tl.sum(partials * rescale[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + (tl.program_id(1) * tl.num_programs(0) + head) * D + d, result.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
-def attend_kernel(
+def decode_attention_kernel(
     q_ptr,
     new_k_ptr,
     new_v_ptr,
@@ -76,7 +76,7 @@ def attend_kernel(
     v_ptr,
     position_ptr,
     mask_ptr,
-    part_ptr,
+    partial_ptr,
     stat_ptr,
     out_ptr,
     scale,
@@ -103,17 +103,17 @@ def attend_kernel(
     SPLITS: tl.constexpr,
     MASK: tl.constexpr,
     STORE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """Program (split, head of keys, batch): ``BLOCK * STEPS`` keys for the ``G`` query heads on this head.
+    """Program (split, key head, batch): ``BLOCK * STEPS`` keys for the ``G`` query heads of this key head.
 
-    Products take at least ``ROWS`` query heads. The scores of a program come without its largest one, which is kept
-    beside their sum.
+    A matmul takes at least ``ROWS`` query heads. Results are relative to the program's maximum, which is stored beside
+    the sum of exponentials. ``PDL``: programmatic dependent launch.
     """
     dtype = q_ptr.dtype.element_ty
     split, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     heads = tl.num_programs(1)
-    if EARLY:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     g = tl.arange(0, ROWS)[:, None]
@@ -125,53 +125,53 @@ def attend_kernel(
     rows = batch * q_batch + (head * G + g) * q_head
     start = split * BLOCK * STEPS
     if STORE:
-        q = _turned(q_ptr, cos_ptr, sin_ptr, rows, d, g < G, D)
+        q = _rotate(q_ptr, cos_ptr, sin_ptr, rows, d, g < G, D)
         row = batch * new_k_batch + head * new_k_head
-        new_k = _turned(new_k_ptr, cos_ptr, sin_ptr, row, d, d < D, D)
+        new_k = _rotate(new_k_ptr, cos_ptr, sin_ptr, row, d, d < D, D)
         new_v = tl.load(new_v_ptr + batch * new_v_batch + head * new_v_head + d)
         position = tl.load(position_ptr).to(tl.int32)
         position = tl.where(position < 0, position + length, position)
-        mine = (position >= start) & (position < tl.minimum(start + BLOCK * STEPS, length)) & (d < D)
-        tl.store(k_ptr + position.to(tl.int64) * k_row + d, new_k, mask=mine)
-        tl.store(v_ptr + position.to(tl.int64) * v_row + d, new_v, mask=mine)
+        is_here = (position >= start) & (position < tl.minimum(start + BLOCK * STEPS, length)) & (d < D)
+        tl.store(k_ptr + position.to(tl.int64) * k_row + d, new_k, mask=is_here)
+        tl.store(v_ptr + position.to(tl.int64) * v_row + d, new_v, mask=is_here)
     else:
         q = tl.load(q_ptr + rows + d, mask=g < G, other=0.0)
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    weight = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, D], tl.float32)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, D], tl.float32)
     for step in range(STEPS):
         key = start + step * BLOCK + tl.arange(0, BLOCK)
-        seen = key < length
+        visible = key < length
         if MASK == 1:
-            seen = tl.load(mask_ptr + batch * mask_batch + key, mask=seen, other=0) != 0
+            visible = tl.load(mask_ptr + batch * mask_batch + key, mask=visible, other=0) != 0
         at = key.to(tl.int64)[:, None]
-        k = tl.load(k_ptr + at * k_row + d, mask=seen[:, None], other=0.0)
-        v = tl.load(v_ptr + at * v_row + d, mask=seen[:, None], other=0.0)
+        k = tl.load(k_ptr + at * k_row + d, mask=visible[:, None], other=0.0)
+        v = tl.load(v_ptr + at * v_row + d, mask=visible[:, None], other=0.0)
         if STORE:
-            here = (key == position)[:, None]
-            k = tl.where(here, new_k, k)
-            v = tl.where(here, new_v, v)
+            is_new = (key == position)[:, None]
+            k = tl.where(is_new, new_k, k)
+            v = tl.where(is_new, new_v, v)
         score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if MASK == 2:
-            score += tl.load(mask_ptr + batch * mask_batch + key, mask=seen, other=0.0).to(tl.float32)[None, :]
-        score = tl.where(seen[None, :], score, float("-inf"))
-        top = tl.maximum(best, tl.max(score, 1))
-        base = tl.where(top == float("-inf"), 0.0, top)
-        fade = tl.exp(best - base)
+            score += tl.load(mask_ptr + batch * mask_batch + key, mask=visible, other=0.0).to(tl.float32)[None, :]
+        score = tl.where(visible[None, :], score, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(score, 1))
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp(row_max - base)
         p = tl.exp(score - base[:, None])
-        weight = weight * fade + tl.sum(p, 1)
-        total = tl.dot(p.to(dtype), v, total * fade[:, None], input_precision="ieee")
-        best = top
-    own = batch * heads + head
+        row_sum = row_sum * rescale + tl.sum(p, 1)
+        acc = tl.dot(p.to(dtype), v, acc * rescale[:, None], input_precision="ieee")
+        row_max = new_max
+    group = batch * heads + head
     if SPLITS == 1:
-        result = total / tl.where(weight > 0, weight, 1.0)[:, None]
-        tl.store(out_ptr + (own * G + g) * D + d, result.to(dtype), mask=g < G)
+        result = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        tl.store(out_ptr + (group * G + g) * D + d, result.to(dtype), mask=g < G)
     else:
-        place = (own * SPLITS + split) * G
+        slot = (group * SPLITS + split) * G
         g1 = tl.arange(0, ROWS)
-        tl.store(part_ptr + (place + g) * D + d, total, mask=g < G)
-        tl.store(stat_ptr + 2 * (place + g1), best, mask=g1 < G)
-        tl.store(stat_ptr + 2 * (place + g1) + 1, weight, mask=g1 < G)
+        tl.store(partial_ptr + (slot + g) * D + d, acc, mask=g < G)
+        tl.store(stat_ptr + 2 * (slot + g1), row_max, mask=g1 < G)
+        tl.store(stat_ptr + 2 * (slot + g1) + 1, row_sum, mask=g1 < G)
 
 
 def launch(
@@ -181,15 +181,15 @@ def launch(
     mask: torch.Tensor | None,
     scale: float,
     new: tuple[torch.Tensor, ...] | None = None,
-    early: bool = True,
+    pdl: bool = True,
 ) -> torch.Tensor:
-    """Run the kernel; ``new`` is (key, value, cos, sin, position) of the token, whose query is not turned yet."""
+    """Run the kernels; ``new`` is (key, value, cos, sin, position) of the new token: RoPE and the write are fused."""
     batch, heads, length, features = keys.shape
     groups = q.shape[1] // heads
-    steps = triton.cdiv(length, BLOCK * SPLITS)
+    steps = triton.cdiv(length, BLOCK * MAX_SPLITS)
     splits = triton.cdiv(length, BLOCK * steps)
-    parts = q.new_empty((batch * q.shape[1] * splits * (features + 2),), dtype=torch.float32)
-    stats = parts[batch * q.shape[1] * splits * features :]
+    partials = q.new_empty((batch * q.shape[1] * splits * (features + 2),), dtype=torch.float32)
+    stats = partials[batch * q.shape[1] * splits * features :]
     out = q.new_empty(q.shape)
     key, value, cos, sin, position = new or (q, q, q, q, q)
     q, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, key, value))
@@ -197,7 +197,7 @@ def launch(
         cos, sin = cos.contiguous(), sin.contiguous()
     if mask is not None and mask.stride(-1) != 1:
         mask = mask.contiguous()
-    attend_kernel[(splits, heads, batch)](
+    decode_attention_kernel[(splits, heads, batch)](
         q,
         key,
         value,
@@ -207,7 +207,7 @@ def launch(
         values,
         position,
         q if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
-        parts,
+        partials,
         stats,
         out,
         scale,
@@ -230,39 +230,39 @@ def launch(
         SPLITS=splits,
         MASK=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
         STORE=new is not None,
-        EARLY=early,
+        PDL=pdl,
         num_warps=WARPS,
-        launch_pdl=early,
+        launch_pdl=pdl,
     )
     if splits > 1:
         merge_kernel[(q.shape[1], batch)](
-            parts,
+            partials,
             stats,
             out,
             G=groups,
             D=features,
             SPLITS=splits,
-            ALL=triton.next_power_of_2(splits),
-            EARLY=early,
+            PADDED_SPLITS=triton.next_power_of_2(splits),
+            PDL=pdl,
             num_warps=4,
-            launch_pdl=early,
+            launch_pdl=pdl,
         )
     return out
 
 
-@torch.library.custom_op("paraxis::attend_row", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def attend_row(
+@torch.library.custom_op("paraxis::decode_attention", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def decode_attention(
     q: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of one query, each head of keys serving as many query heads as there are more of them."""
+    """Attention of one query per sequence, with grouped query heads where there are more of them than key heads."""
     return launch(q, keys, values, mask, scale)
 
 
-@attend_row.register_fake
+@decode_attention.register_fake
 def _(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -274,9 +274,9 @@ def _(
 
 
 @torch.library.custom_op(
-    "paraxis::rotate_store_attend", mutates_args=("keys", "values"), tags=(torch.Tag.flexible_layout,)
+    "paraxis::rope_decode_attention", mutates_args=("keys", "values"), tags=(torch.Tag.flexible_layout,)
 )
-def rotate_store_attend(
+def rope_decode_attention(
     q: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -288,11 +288,11 @@ def rotate_store_attend(
     mask: torch.Tensor | None,
     scale: float,
 ) -> torch.Tensor:
-    """Turn query and key by ``cos`` and ``sin``, write key and value at ``position`` of the cache, and attend."""
+    """Apply RoPE to query and key, write key and value to the KV cache at ``position``, and attend."""
     return launch(q, keys, values, mask, scale, (key, value, cos, sin, position))
 
 
-@rotate_store_attend.register_fake
+@rope_decode_attention.register_fake
 def _(
     q: torch.Tensor,
     key: torch.Tensor,

@@ -1,8 +1,7 @@
-"""Linear layers on a single row: products that read their weights once, at the speed of the memory.
+"""GEMV on a GPU: linear layers on a single row, which read their weights once, at the bandwidth of the memory.
 
-What comes right before and after costs more as kernels of its own than all its arithmetic, so it is part of this one:
-the sum of two inputs and its root-mean-square norm before, the gate of a feed-forward layer after. Layers on the same
-input are one kernel.
+The operators right before and after cost more as separate kernels than their arithmetic takes, so they are fused: the
+residual sum and RMSNorm before, the SiLU gate of a feed-forward layer after. Layers on the same input are one kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-MOST = 3
+MAX_WEIGHTS = 3
 """Weights per kernel: query, key and value."""
 
 
@@ -36,19 +35,19 @@ def gemv_kernel(
     bias1,
     bias2,
     K: tl.constexpr,
-    WHOLE: tl.constexpr,
+    PADDED_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     RESIDUAL: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """``BLOCK_N`` rows of one of the weights per program; gated: of both.
 
-    ``weight1`` and ``weight2`` say how far behind the first weight the others are in memory. Weights do not depend on
-    earlier kernels: their first block is on its way before those have finished (``EARLY``).
+    ``weight1`` and ``weight2`` are the offsets of the other weights from the first one in memory. Weights do not depend
+    on earlier kernels: their first block is loaded before those have finished (``PDL``: programmatic dependent launch).
     """
     dtype = x_ptr.dtype.element_ty
     pid = tl.program_id(0)
@@ -74,18 +73,18 @@ def gemv_kernel(
     w = tl.load(w_rows, mask=mask, other=0.0, eviction_policy="evict_first")
     if GATED:
         u = tl.load(w_rows + weight1, mask=mask, other=0.0, eviction_policy="evict_first")
-    if EARLY:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if NORM:
-        every = tl.arange(0, WHOLE)
-        known = every < K
-        x = tl.load(x_ptr + every, mask=known, other=0.0)
+        all_cols = tl.arange(0, PADDED_K)
+        valid = all_cols < K
+        x = tl.load(x_ptr + all_cols, mask=valid, other=0.0)
         if RESIDUAL:
-            other = tl.load(residual_ptr + every, mask=known, other=0.0)
+            other = tl.load(residual_ptr + all_cols, mask=valid, other=0.0)
             x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
             if pid == 0:
-                tl.store(sum_ptr + every, x, mask=known)
+                tl.store(sum_ptr + all_cols, x, mask=valid)
         x32 = x.to(tl.float32)
         scale = tl.rsqrt(tl.sum(x32 * x32, 0) / K + eps)
     total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -97,13 +96,13 @@ def gemv_kernel(
             w = tl.load(w_rows + start, mask=mask, other=0.0, eviction_policy="evict_first")
             if GATED:
                 u = tl.load(w_rows + weight1 + start, mask=mask, other=0.0, eviction_policy="evict_first")
-        known = col < K
-        x = tl.load(x_ptr + col, mask=known, other=0.0)
+        valid = col < K
+        x = tl.load(x_ptr + col, mask=valid, other=0.0)
         if NORM:
             if RESIDUAL:
-                other = tl.load(residual_ptr + col, mask=known, other=0.0)
+                other = tl.load(residual_ptr + col, mask=valid, other=0.0)
                 x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
-            by = tl.load(norm_ptr + col, mask=known, other=0.0)
+            by = tl.load(norm_ptr + col, mask=valid, other=0.0)
             x = (x.to(tl.float32) * scale).to(dtype)
             x = (x.to(tl.float32) * by.to(tl.float32)).to(dtype)
         factor = x.to(tl.float32)[None, :]
@@ -124,19 +123,19 @@ def gemv_kernel(
 
 
 def blocks(rows: int, features: int, gated: bool, itemsize: int) -> tuple[int, int, int]:
-    """(rows, features, warps) of a program, by what was fastest on an H200 for layers of 0.5 to 500 MB."""
-    whole, wide = triton.next_power_of_2(features), 8192 // itemsize
-    most = max(1, 8 * wide // whole)  # all that a program reads has to fit into its registers
-    if rows < 8 * 132:  # few programs for the multiprocessors
-        return min(4, most), min(whole, wide), 8
-    if most <= 2 or (gated and rows >= 8192):
-        return min(2, most), min(whole, wide // 2 if most <= 2 else wide), 4
-    block_k = min(whole, wide // 4)
-    return min(16, most, 2 * wide // block_k), block_k, 4
+    """(rows, features, warps) of a program, as measured fastest on an H200 for layers of 0.5 to 500 MB."""
+    padded, wide = triton.next_power_of_2(features), 8192 // itemsize
+    max_rows = max(1, 8 * wide // padded)  # everything a program loads must fit into its registers
+    if rows < 8 * 132:  # few programs per multiprocessor
+        return min(4, max_rows), min(padded, wide), 8
+    if max_rows <= 2 or (gated and rows >= 8192):
+        return min(2, max_rows), min(padded, wide // 2 if max_rows <= 2 else wide), 4
+    block_k = min(padded, wide // 4)
+    return min(16, max_rows, 2 * wide // block_k), block_k, 4
 
 
-def _apart(first: torch.Tensor, other: torch.Tensor) -> int:
-    """How many elements behind the first tensor another one is."""
+def _offset(first: torch.Tensor, other: torch.Tensor) -> int:
+    """The offset of a tensor from the first one in memory, in elements."""
     return (other.data_ptr() - first.data_ptr()) // first.element_size()
 
 
@@ -150,16 +149,16 @@ def launch(
     gated: bool,
     total: torch.Tensor | None,
     sizes: tuple[int, int, int] | None = None,
-    early: bool = True,
+    pdl: bool = True,
 ) -> torch.Tensor:
     """Run the kernel; ``total`` receives the sum of ``x`` and ``residual``."""
     first, features = weights[0], weights[0].shape[1]
     rows = [w.shape[0] for w in weights]
     out = x.new_empty((*x.shape[:-1], rows[0] if gated else sum(rows)))
     block_n, block_k, warps = sizes or blocks(rows[0] if gated else sum(rows), features, gated, x.element_size())
-    rows += [0] * (MOST - len(rows))
-    apart = [_apart(first, w) for w in weights] + [0] * (MOST - len(weights))
-    bias_apart = [_apart(biases[0], b) for b in biases] + [0] * (MOST - len(biases))
+    rows += [0] * (MAX_WEIGHTS - len(rows))
+    offsets = [_offset(first, w) for w in weights] + [0] * (MAX_WEIGHTS - len(weights))
+    bias_offsets = [_offset(biases[0], b) for b in biases] + [0] * (MAX_WEIGHTS - len(biases))
     tiles = triton.cdiv(rows[0], block_n) if gated else sum(triton.cdiv(n, block_n) for n in rows)
     gemv_kernel[(tiles,)](
         x,
@@ -171,40 +170,38 @@ def launch(
         out,
         eps,
         *rows,
-        apart[1],
-        apart[2],
-        bias_apart[1],
-        bias_apart[2],
+        offsets[1],
+        offsets[2],
+        bias_offsets[1],
+        bias_offsets[2],
         K=features,
-        WHOLE=triton.next_power_of_2(features),
+        PADDED_K=triton.next_power_of_2(features),
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         RESIDUAL=residual is not None,
         NORM=norm is not None,
         BIAS=bool(biases),
         GATED=gated,
-        EARLY=early,
+        PDL=pdl,
         num_warps=warps,
-        launch_pdl=early,
+        launch_pdl=pdl,
     )
     return out
 
 
-@torch.library.custom_op("paraxis::row_linear", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def row_linear(
-    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], gated: bool
-) -> torch.Tensor:
-    """The results of linear layers on one row, one behind the other; gated: ``silu(first) * second``."""
+@torch.library.custom_op("paraxis::gemv", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def gemv(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], gated: bool) -> torch.Tensor:
+    """The results of linear layers on one row, concatenated; gated: ``silu(first) * second``."""
     return launch(x.contiguous(), None, None, 0.0, weights, biases, gated, None)
 
 
-@row_linear.register_fake
+@gemv.register_fake
 def _(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], gated: bool) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], weights[0].shape[0] if gated else sum(w.shape[0] for w in weights)))
 
 
-@torch.library.custom_op("paraxis::row_norm_linear", mutates_args=(), tags=(torch.Tag.flexible_layout,))
-def row_norm_linear(
+@torch.library.custom_op("paraxis::rmsnorm_gemv", mutates_args=(), tags=(torch.Tag.flexible_layout,))
+def rmsnorm_gemv(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     norm: torch.Tensor,
@@ -213,14 +210,14 @@ def row_norm_linear(
     biases: Sequence[torch.Tensor],
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on the root-mean-square norm of ``x + residual``, and that sum (empty without a residual)."""
+    """The same on the RMSNorm of ``x + residual``, and that sum (empty without a residual)."""
     x = x.contiguous()
     total = x.new_empty(0 if residual is None else x.shape)
     residual = None if residual is None else residual.contiguous()
     return launch(x, residual, norm, eps, weights, biases, gated, total), total
 
 
-@row_norm_linear.register_fake
+@rmsnorm_gemv.register_fake
 def _(
     x: torch.Tensor,
     residual: torch.Tensor | None,

@@ -1,7 +1,7 @@
-"""Query, key and value of a prompt, turned by their positions and put where attention and the cache want them.
+"""Prefill: RoPE on query and key, and the write of key and value to an empty KV cache, as one operator.
 
-As operators these are a kernel each, with two more that empty the cache: for a rank with a single head of keys they
-take longer to start than to run.
+As separate operators these are a kernel each, with two more that clear the KV cache: for a rank with a single key head
+they take longer to launch than to run.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 
-def places(query: torch.Tensor, key: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Room for the results: the query as [batch, heads, rows, features] whose rows lie side by side, and two caches."""
+def allocate(query: torch.Tensor, key: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Empty results: the query as [batch, heads, rows, features], contiguous by rows, and a KV cache of ``length``."""
     batch, heads, rows, features = query.shape
-    turned = query.new_empty((batch, rows, heads, features)).transpose(1, 2)
+    rotated = query.new_empty((batch, rows, heads, features)).transpose(1, 2)
     keys, values = (key.new_empty((batch, key.shape[1], length, features)) for _ in range(2))
-    return turned, keys, values
+    return rotated, keys, values
 
 
-def _by_operators(
+def _with_operators(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -28,39 +28,41 @@ def _by_operators(
     start: torch.Tensor,
     length: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``cos`` and ``sin`` are [batch or 1, rows, features]; ``start`` is where in the caches the first row goes."""
+    """``cos`` and ``sin`` are [batch or 1, rows, features]; ``start`` is the position of the first row in the cache."""
 
-    def turn(x: torch.Tensor) -> torch.Tensor:
+    def rotate(x: torch.Tensor) -> torch.Tensor:
         low, high = x.chunk(2, -1)
         return x * cos.unsqueeze(1) + torch.cat([-high, low], -1) * sin.unsqueeze(1)
 
-    turned, keys, values = places(query, key, length)
-    turned.copy_(turn(query))
+    rotated, keys, values = allocate(query, key, length)
+    rotated.copy_(rotate(query))
     at = torch.arange(query.shape[2], device=query.device) + start.reshape(())
-    for cache, rows in ((keys, turn(key)), (values, value)):
+    for cache, rows in ((keys, rotate(key)), (values, value)):
         cache.zero_().index_copy_(2, at, rows)
-    return turned, keys, values
+    return rotated, keys, values
 
 
-def _by_kernel(query: torch.Tensor, key: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _with_kernel(
+    query: torch.Tensor, key: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     from .rope_kv_write_kernel import launch
 
     value, cos, sin, start, length = others
-    results = places(query, key, length)
+    results = allocate(query, key, length)
     launch(query, key, value, cos, sin, start, *results)
     return results
 
 
-def _like(query: torch.Tensor, key: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return places(query, key, others[-1])
+def _fake(query: torch.Tensor, key: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return allocate(query, key, others[-1])
 
 
 _library = torch.library.Library("paraxis", "FRAGMENT")
 _library.define(
-    "rotate_place(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor start, int length)"
+    "rope_kv_write(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor start, int length)"
     " -> (Tensor, Tensor, Tensor)",
     tags=(torch.Tag.flexible_layout,),
 )
-_library.impl("rotate_place", _by_operators, "CPU")
-_library.impl("rotate_place", _by_kernel, "CUDA")
-torch.library.register_fake("paraxis::rotate_place", _like, lib=_library)
+_library.impl("rope_kv_write", _with_operators, "CPU")
+_library.impl("rope_kv_write", _with_kernel, "CUDA")
+torch.library.register_fake("paraxis::rope_kv_write", _fake, lib=_library)

@@ -1,4 +1,4 @@
-"""The kernel of ``place.py``."""
+"""The Triton kernel of ``rope_kv_write.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WARPS = 4
 
 
 @triton.jit
-def _turned(ptr, cos_ptr, sin_ptr, row, x_row, cos_row, inside, D: tl.constexpr):
+def _rotate(ptr, cos_ptr, sin_ptr, row, x_row, cos_row, inside, D: tl.constexpr):
     """``x * cos + rotate_half(x) * sin`` with the rounding of separate operators; zeros outside."""
     dtype = ptr.dtype.element_ty
     col = tl.arange(0, D)[None, :]
@@ -56,7 +56,7 @@ def rope_kv_write_kernel(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (block of rows, head, batch): ``H`` heads of queries, then ``G`` of keys and ``G`` of values."""
+    """Program (block of rows, head, batch): ``H`` query heads, then ``G`` key heads and ``G`` value heads."""
     head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     at = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
     col = tl.arange(0, D)[None, :]
@@ -64,19 +64,19 @@ def rope_kv_write_kernel(
     sin_ptr += batch * cos_batch
     if head < H:
         inside = at < rows
-        q = _turned(q_ptr + batch * q_batch + head * q_head, cos_ptr, sin_ptr, at, q_row, cos_row, inside, D)
+        q = _rotate(q_ptr + batch * q_batch + head * q_head, cos_ptr, sin_ptr, at, q_row, cos_row, inside, D)
         tl.store(out_ptr + ((batch * rows + at) * H + head) * D + col, q, mask=inside)
     else:
         row = at - tl.load(start_ptr)
         inside = (row >= 0) & (row < rows)
         if head < H + G:
-            own = head - H
-            k = _turned(k_ptr + batch * k_batch + own * k_head, cos_ptr, sin_ptr, row, k_row, cos_row, inside, D)
-            tl.store(keys_ptr + ((batch * G + own) * length + at) * D + col, k, mask=at < length)
+            group = head - H
+            k = _rotate(k_ptr + batch * k_batch + group * k_head, cos_ptr, sin_ptr, row, k_row, cos_row, inside, D)
+            tl.store(keys_ptr + ((batch * G + group) * length + at) * D + col, k, mask=at < length)
         else:
-            own = head - H - G
-            v = tl.load(v_ptr + batch * v_batch + own * v_head + row * v_row + col, mask=inside, other=0.0)
-            tl.store(values_ptr + ((batch * G + own) * length + at) * D + col, v, mask=at < length)
+            group = head - H - G
+            v = tl.load(v_ptr + batch * v_batch + group * v_head + row * v_row + col, mask=inside, other=0.0)
+            tl.store(values_ptr + ((batch * G + group) * length + at) * D + col, v, mask=at < length)
 
 
 def launch(
@@ -86,11 +86,11 @@ def launch(
     cos: torch.Tensor,
     sin: torch.Tensor,
     start: torch.Tensor,
-    turned: torch.Tensor,
+    rotated: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Fill the last three, which are laid as ``place.places`` makes them."""
+    """Fill the last three tensors, which ``rope_kv_write.allocate`` has made."""
     batch, heads, rows, features = query.shape
     query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
@@ -103,7 +103,7 @@ def launch(
         cos,
         sin,
         start,
-        turned,
+        rotated,
         keys,
         values,
         rows,

@@ -1,4 +1,4 @@
-"""A whole model on the kernels for single tokens, recorded and replayed, against the unsharded one."""
+"""Decode steps of a model on the GPU kernels, captured as CUDA graphs and replayed, against the unsharded model."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ def save(folder: Any) -> str:
 
 @torch.no_grad()
 def differences(folder: str, device: str) -> list[float]:
-    """How far the logits of every step are from the unsharded model's: twice, with other weights the second time."""
+    """The differences of every step's logits from the unsharded model's: twice, the second time with new weights."""
     from transformers import StaticCache
 
     from paraxis.runtime import inductor
 
-    placed = []
+    fused = []
     fuse_rope_kv_write = inductor.fuse_rope_kv_write
-    inductor.fuse_rope_kv_write = lambda module: placed.append(fuse_rope_kv_write(module))
+    inductor.fuse_rope_kv_write = lambda module: fused.append(fuse_rope_kv_write(module))
     torch.backends.cuda.matmul.allow_tf32 = False
     model, _ = parallel(folder, device, torch_dtype=torch.float32, compile="inductor", mode="reduce-overhead")
     model.eval()
-    whole = reference(folder, dtype=torch.float32).to(device)
+    unsharded = reference(folder, dtype=torch.float32).to(device)
     ids = torch.randint(0, 256, (1, 12), generator=torch.Generator().manual_seed(1)).to(device)
     found = []
     for _ in range(2):
-        caches = [StaticCache(config=m.config, max_cache_len=70) for m in (model, whole)]
+        caches = [StaticCache(config=m.config, max_cache_len=70) for m in (model, unsharded)]
         for step in [ids[:, :5], *ids[:, 5:].split(1, 1)]:
-            logits = [m(step, past_key_values=c).logits for m, c in zip((model, whole), caches, strict=True)]
+            logits = [m(step, past_key_values=c).logits for m, c in zip((model, unsharded), caches, strict=True)]
             found.append(float((logits[0] - logits[1]).abs().max()))
-        for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
+        for parameter, other in zip(model.parameters(), unsharded.parameters(), strict=True):
             parameter.to_local().mul_(1.5)
             other.mul_(1.5)
     inductor.fuse_rope_kv_write = fuse_rope_kv_write
-    assert placed == [2, 0], f"the kernels for prompts and for tokens took {placed} layers"
+    assert fused == [2, 0], f"prefill and decode have {fused} layers with fused RoPE and KV cache writes"
     return found
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_steps_are_those_of_the_unsharded_model(ranks: Any, tmp_path: Any) -> None:
+def test_logits_are_those_of_the_unsharded_model(ranks: Any, tmp_path: Any) -> None:
     for found in ranks(1).run(differences, save(tmp_path), "cuda:0", timeout=300):
         assert max(found) < 1e-4

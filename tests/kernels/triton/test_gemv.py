@@ -1,4 +1,4 @@
-"""Linear layers on one row against the operators that they stand for."""
+"""GEMV on a GPU, with and without fused RMSNorm and SiLU gate, against the operators."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found.double() - exact).norm() / exact.norm())
 
 
-def plainly(x: Any, residual: Any, norm: Any, weights: Any, biases: Any, gated: bool) -> tuple[Any, Any]:
+def with_operators(x: Any, residual: Any, norm: Any, weights: Any, biases: Any, gated: bool) -> tuple[Any, Any]:
     total = x if residual is None else x + residual
     row = total
     if norm is not None:
@@ -37,10 +37,10 @@ CASES = [
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features, rows, gated, residual, norm, bias", CASES)
-def test_like_the_operators(
+def test_result_is_that_of_the_operators(
     features: int, rows: Any, gated: bool, residual: bool, norm: bool, bias: bool, dtype: torch.dtype
 ) -> None:
-    from paraxis.kernels.triton.gemv import row_linear, row_norm_linear
+    from paraxis.kernels.triton.gemv import gemv, rmsnorm_gemv
 
     torch.manual_seed(0)
 
@@ -51,18 +51,18 @@ def test_like_the_operators(
     by = draw(features) if norm else None
     weights, biases = [draw(n, features) * 0.05 for n in rows], [draw(n) for n in rows] if bias else []
     if norm:
-        found, total = row_norm_linear(x, other, by, 1e-5, weights, biases, gated)
+        found, total = rmsnorm_gemv(x, other, by, 1e-5, weights, biases, gated)
         assert total.numel() == 0 if other is None else torch.equal(total, x + other)
     else:
-        found = row_linear(x, weights, biases, gated)
+        found = gemv(x, weights, biases, gated)
     wide = [None if t is None else t.double() for t in (x, other, by)]
-    exact, _ = plainly(*wide, [w.double() for w in weights], [b.double() for b in biases], gated)
-    plain, _ = plainly(x, other, by, weights, biases, gated)
+    exact, _ = with_operators(*wide, [w.double() for w in weights], [b.double() for b in biases], gated)
+    plain, _ = with_operators(x, other, by, weights, biases, gated)
     assert found.shape == plain.shape and found.dtype == dtype
-    assert distance(found, exact) <= 1.5 * distance(plain, exact) + 1e-6
+    assert error(found, exact) <= 1.5 * error(plain, exact) + 1e-6
 
 
-def test_sizes_of_programs_cover_everything() -> None:
+def test_block_sizes_of_all_shapes() -> None:
     from paraxis.kernels.triton.gemv import blocks
 
     for rows in (1, 100, 768, 4096, 128256):

@@ -1,4 +1,4 @@
-"""Attention of one query on a cache that grows, on a CPU."""
+"""Decode attention on a CPU, which appends to the KV cache."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paraxis.kernels.cpu.build import kernel
+from paraxis.kernels.cpu.build import load_kernel
 from paraxis.optimize.cpu_attention import use_decode_attention
 from paraxis.optimize.kv_cache_append import append, attend_extended
 from paraxis.passes.partition import named
 
 aten = torch.ops.aten
-pytestmark = pytest.mark.skipif(kernel("one_query") is None, reason="there is no compiler")
+pytestmark = pytest.mark.skipif(load_kernel("decode_attention") is None, reason="needs a C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -26,19 +26,20 @@ def no_grad() -> Iterator[None]:
         yield
 
 
-def given(batch: int, heads: int, groups: int, features: int, strided: bool = False) -> list[torch.Tensor]:
+def draw(batch: int, heads: int, groups: int, features: int, strided: bool = False) -> list[torch.Tensor]:
     """A query, a new key and a new value."""
     several = [torch.randn(batch, n, 1, features) for n in (heads * groups, heads, heads)]
     if not strided:
         return several
-    together = torch.cat([x.transpose(1, 2).flatten(2) for x in several], 2)  # as one projection gives them
-    parts = together.split([x.shape[1] * features for x in several], 2)
+    packed = torch.cat([x.transpose(1, 2).flatten(2) for x in several], 2)  # as one projection produces them
+    parts = packed.split([x.shape[1] * features for x in several], 2)
     return [part.unflatten(2, (-1, features)).transpose(1, 2) for part in parts]
 
 
-def right(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
-    whole = [x.double() for x in (query, keys, values)]
-    return scaled_dot_product_attention(*whole, scale=scale, enable_gqa=True)
+def exact(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """torch's attention in float64."""
+    doubles = [x.double() for x in (query, keys, values)]
+    return scaled_dot_product_attention(*doubles, scale=scale, enable_gqa=True)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -47,37 +48,39 @@ def right(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: 
     ("batch", "heads", "groups", "features"),
     [(1, 8, 1, 64), (2, 3, 2, 80), (3, 1, 4, 128), (1, 2, 1, 8), (1, 2, 3, 264)],
 )
-def test_like_torch(batch: int, heads: int, groups: int, features: int, strided: bool, compiled: bool) -> None:
-    """Over more than one memory of the cache, and with scores so far apart that some weigh nothing."""
+def test_result_is_that_of_torch(
+    batch: int, heads: int, groups: int, features: int, strided: bool, compiled: bool
+) -> None:
+    """While the KV cache is reallocated several times, and with scores so far apart that weights underflow."""
     keys = values = torch.tensor([])
-    whole = [torch.empty(batch, heads, 0, features) for _ in range(2)]
+    expected = [torch.empty(batch, heads, 0, features) for _ in range(2)]
     torch.manual_seed(0)
     for step in range(300):
-        query, key, value = given(batch, heads, groups, features, strided)
+        query, key, value = draw(batch, heads, groups, features, strided)
         query = query * (30 if step % 7 == 0 else 1)
         inputs = (query, keys, values, key, value)
-        told = torch.ops.paraxis.attend_appended(*(x.to("meta") for x in inputs), 0.3)
+        fake = torch.ops.paraxis.attend_appended(*(x.to("meta") for x in inputs), 0.3)
         found, keys, values = (torch.ops.paraxis.attend_appended if compiled else attend_extended)(*inputs, 0.3)
-        whole = [torch.cat([past, new], 2) for past, new in zip(whole, (key, value), strict=True)]
-        assert torch.equal(keys, whole[0]) and torch.equal(values, whole[1])
+        expected = [torch.cat([past, new], 2) for past, new in zip(expected, (key, value), strict=True)]
+        assert torch.equal(keys, expected[0]) and torch.equal(values, expected[1])
         if compiled:
-            assert [(x.shape, x.stride()) for x in (found, keys, values)] == [(x.shape, x.stride()) for x in told]
+            assert [(x.shape, x.stride()) for x in (found, keys, values)] == [(x.shape, x.stride()) for x in fake]
         if step in (0, 1, 2, 6, 63, 64, 70, 127, 128, 140, 299):
-            scores = 0.3 * query @ whole[0].repeat_interleave(groups, 1).transpose(2, 3)
-            rounding = 2**-23 * float(scores.abs().max() * whole[1].abs().max())  # what the last bit of a score makes
-            off = float((found - right(query, *whole, 0.3)).abs().max())
+            scores = 0.3 * query @ expected[0].repeat_interleave(groups, 1).transpose(2, 3)
+            rounding = 2**-23 * float(scores.abs().max() * expected[1].abs().max())  # the last bit of a score
+            off = float((found - exact(query, *expected, 0.3)).abs().max())
             assert off <= 1e-6 + rounding, f"off by {off}"
 
 
 @pytest.mark.parametrize("attend", [torch.ops.paraxis.attend_appended, attend_extended])
-def test_other_caches(attend: Any) -> None:
-    """Two continuations of one cache; a cache in half precision; lengths that do not go together."""
-    query, key, value = given(1, 2, 2, 16)
+def test_caches_that_branch_repeat_or_differ(attend: Any) -> None:
+    """Two continuations of one cache; an expanded cache; one in half precision; keys and values of other lengths."""
+    query, key, value = draw(1, 2, 2, 16)
     _, keys, values = attend(query, torch.tensor([]), torch.tensor([]), key, value, 1.0)
     again = [attend(query, keys, values, new, value, 1.0) for new in (key + 1, key - 1)]
     for (found, longer, _), new in zip(again, (key + 1, key - 1), strict=True):
         assert torch.equal(longer, torch.cat([key, new], 2))
-        expected = right(query, longer, torch.cat([value, value], 2), 1.0)
+        expected = exact(query, longer, torch.cat([value, value], 2), 1.0)
         torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
     _, *short = attend(query, torch.tensor([]), torch.tensor([]), key, value, 1.0)
     three = [x.repeat(3, 1, 1, 1) + torch.arange(3.0)[:, None, None, None] for x in (query, key, value)]
@@ -93,7 +96,7 @@ def test_other_caches(attend: Any) -> None:
 def program(
     queries: int = 1, masked: bool = False, early: bool = False, causal: bool = False, compiled: bool = True
 ) -> GraphModule:
-    """Attention of two query heads for each of two heads that a cache has, as captured."""
+    """A captured graph: attention of two query heads for each of the two key heads of a KV cache."""
     graph = Graph()
     values = {
         "query": torch.empty(1, 4, queries, 16),
@@ -120,7 +123,7 @@ def program(
         for a, b in (("keys", "key"), ("values", "value"))
     ]
     length = 5 + queries
-    kept = [call(named(lambda x: x, "keep_sharded"), grown[0])] if early else []
+    saved = [call(named(lambda x: x, "keep_sharded"), grown[0])] if early else []
     repeated = [
         call(
             aten.reshape.default,
@@ -132,13 +135,13 @@ def program(
     mask = graph.placeholder("mask") if masked else None
     options = {"attn_mask": mask} if masked else {"is_causal": causal}
     attended = call(aten.scaled_dot_product_attention.default, nodes["query"], *repeated, **options)
-    kept += [call(named(lambda x: x, "keep_sharded"), x) for x in (grown[1:] if early else grown)]
-    graph.output((attended, *kept))
+    saved += [call(named(lambda x: x, "keep_sharded"), x) for x in (grown[1:] if early else grown)]
+    graph.output((attended, *saved))
     return GraphModule({}, graph)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_put_in_place(compiled: bool) -> None:
+def test_pass_replaces_append_and_attention(compiled: bool) -> None:
     module = program(compiled=compiled)
     inputs = [torch.randn(1, n, k, 16) for n, k in ((4, 1), (2, 5), (2, 5), (2, 1), (2, 1))]
     expected = module(*inputs)
@@ -152,15 +155,14 @@ def test_put_in_place(compiled: bool) -> None:
 
 
 @pytest.mark.parametrize("other", [{"queries": 2}, {"masked": True}, {"early": True}, {"causal": True}])
-def test_what_is_not_that_stays(other: dict[str, Any]) -> None:
-    """Several queries, a mask, a cache that is needed before its attention, a query that sees the first row only."""
+def test_pass_leaves_other_attention(other: dict[str, Any]) -> None:
+    """Several queries, a mask, a cache that is used before its attention, a query that sees the first key only."""
     module = program(**other)
     assert use_decode_attention(module) == 0
     module.graph.lint()
 
 
-def test_long_programs_after_it() -> None:
-    """A cache that is used again, much later."""
+def test_pass_handles_a_cache_that_is_used_much_later() -> None:
     module = program()
     graph = module.graph
     (outputs,) = graph.output_node().args
@@ -173,36 +175,36 @@ def test_long_programs_after_it() -> None:
     module.graph.lint()
 
 
-def test_seen_by_those_who_count() -> None:
-    """Under a mode that looks at operators attention is torch's."""
+def test_dispatch_modes_see_attention_of_torch() -> None:
+    """Under a dispatch mode, such as a FLOP counter, torch's own operator runs."""
     seen = []
 
-    class Watching(TorchDispatchMode):
+    class Recorder(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    query, key, value = given(1, 2, 2, 16)
+    query, key, value = draw(1, 2, 2, 16)
     inputs = (query, torch.randn(1, 2, 5, 16), torch.randn(1, 2, 5, 16), key, value)
     expected = attend_extended(*inputs, 1.0)
     assert not seen
-    with Watching():
+    with Recorder():
         found = attend_extended(*inputs, 1.0)
     assert any("attention" in name for name in seen)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
 
 
-def test_whatever_the_default_is() -> None:
+def test_default_dtype_and_masked_rows() -> None:
     """Another default dtype, and scores that are all minus infinity."""
-    query, key, value = given(1, 2, 1, 16)
+    query, key, value = draw(1, 2, 1, 16)
     torch.set_default_dtype(torch.float64)
     try:
         found = torch.ops.paraxis.attend_appended(query, torch.tensor([]), torch.tensor([]), key, value, 1.0)
     finally:
         torch.set_default_dtype(torch.float32)
     assert [x.dtype for x in found] == [torch.float32] * 3 and torch.allclose(found[0], value)
-    nothing = torch.full_like(key, -torch.inf)
+    masked = torch.full_like(key, -torch.inf)
     empty = torch.tensor([])
-    found = torch.ops.paraxis.attend_appended(query.abs(), empty, empty, nothing, value, 1.0)
+    found = torch.ops.paraxis.attend_appended(query.abs(), empty, empty, masked, value, 1.0)
     assert torch.equal(found[0], torch.zeros_like(query))

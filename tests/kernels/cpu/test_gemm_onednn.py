@@ -1,4 +1,4 @@
-"""Products of many rows with a weight, on a CPU."""
+"""GEMM on a CPU with oneDNN: linear layers of many rows."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from kernels.products import FORMS, weights_seen
+from kernels.cpu.matmuls import FORMS, record_weights
 
-from paraxis.kernels.cpu import gemm_onednn as many_rows
-from paraxis.kernels.cpu import gemv as few_rows
-from paraxis.optimize.cpu_matmul import Rows
+from paraxis.kernels.cpu import gemm_onednn, gemv
+from paraxis.optimize.cpu_matmul import CpuMatmulPass
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
@@ -26,8 +25,8 @@ def no_grad() -> Iterator[None]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the weights that oneDNN was called with, on whatever processor."""
-    monkeypatch.setattr(many_rows, "maker", lambda: "AuthenticAMD")
-    return weights_seen(monkeypatch, many_rows, "multiplied")
+    monkeypatch.setattr(gemm_onednn, "cpu_vendor", lambda: "AuthenticAMD")
+    return record_weights(monkeypatch, gemm_onednn, "onednn_linear")
 
 
 def check(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -38,18 +37,18 @@ def check(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torc
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("outputs", "inputs"), [(256, 512), (257, 1023), (1, 1 << 17), (1 << 17, 1)])
-def test_like_torch(outputs: int, inputs: int, form: str, calls: list[Any]) -> None:
+def test_result_is_that_of_linear(outputs: int, inputs: int, form: str, calls: list[Any]) -> None:
     torch.manual_seed(0)
     weight = FORMS[form](torch.randn(outputs, inputs) / inputs**0.5)
     for rows in ((64,), (2, 51)):
         for bias in (None, torch.randn(outputs)):
             x = torch.randn(*rows, inputs)
-            check(few_rows.linear(x, weight, bias), x, weight, bias)
+            check(gemv.linear(x, weight, bias), x, weight, bias)
     assert len(calls) == 4
 
 
-def test_what_is_not_for_it(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small products, other dtypes and forms, other processors, and all that somebody else has to see."""
+def test_torch_computes_what_onednn_should_not(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small matmuls, other dtypes and layouts, other processors, and everything that differentiates or casts."""
     x, weight = torch.randn(64, 512), torch.randn(256, 512)
     others: list[tuple[torch.Tensor, torch.Tensor]] = [
         (x[:5], weight),
@@ -62,42 +61,42 @@ def test_what_is_not_for_it(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -
         (x, torch.randn(3 * 256 + 512).as_strided((256, 512), (3, 1))),
     ]
     for rows, other in others:
-        assert torch.equal(few_rows.linear(rows, other), F.linear(rows, other))
+        assert torch.equal(gemv.linear(rows, other), F.linear(rows, other))
     with torch.enable_grad():
-        assert few_rows.linear(x, weight.clone().requires_grad_()).requires_grad
+        assert gemv.linear(x, weight.clone().requires_grad_()).requires_grad
     with torch.autocast("cpu", torch.bfloat16):
-        assert few_rows.linear(x, weight).dtype == torch.bfloat16
+        assert gemv.linear(x, weight).dtype == torch.bfloat16
     with torch.backends.mkldnn.flags(enabled=False):
-        few_rows.linear(x, weight)
+        gemv.linear(x, weight)
     with pytest.raises(RuntimeError):
-        few_rows.linear(torch.randn(64, 511), weight)
-    for maker in ("GenuineIntel", ""):
-        monkeypatch.setattr(many_rows, "maker", lambda maker=maker: maker)
-        few_rows.linear(x, weight)
+        gemv.linear(torch.randn(64, 511), weight)
+    for vendor in ("GenuineIntel", ""):
+        monkeypatch.setattr(gemm_onednn, "cpu_vendor", lambda vendor=vendor: vendor)
+        gemv.linear(x, weight)
     assert not calls
 
 
-def test_experts(calls: list[Any]) -> None:
+def test_grouped_mm_of_experts(calls: list[Any]) -> None:
     rows, weights = torch.randn(65, 512), torch.randn(2, 512, 256) / 22
-    found = few_rows.grouped(rows, weights, torch.tensor([1, 65]))
+    found = gemv.grouped_mm(rows, weights, torch.tensor([1, 65]))
     torch.testing.assert_close(found, torch.cat([rows[:1] @ weights[0], rows[1:] @ weights[1]]))
     assert calls == [(256, 512)]
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_compiled(transposed: bool, dynamic: bool, calls: list[Any]) -> None:
-    """Inductor's products of many rows, with and without a bias; how many rows it may learn when they come."""
+def test_inductor_calls_onednn(transposed: bool, dynamic: bool, calls: list[Any]) -> None:
+    """With and without a bias, for a static and a dynamic number of rows."""
     first, second = torch.randn(512, 256) / 16, torch.randn(256, 512) / 22
     if transposed:
         first, second = first.t().contiguous().t(), second.t().contiguous().t()
-    first, second, bias = (torch.nn.Parameter(x) for x in (first, second, torch.randn(512)))  # of sizes that stay
+    first, second, bias = (torch.nn.Parameter(x) for x in (first, second, torch.randn(512)))  # static shapes
 
     def model(x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.gelu(F.linear(x, first, bias)), second) + x
 
     torch._dynamo.reset()
-    compiled = torch.compile(model, dynamic=dynamic, options={"post_grad_custom_pre_pass": Rows()})
+    compiled = torch.compile(model, dynamic=dynamic, options={"post_grad_custom_pre_pass": CpuMatmulPass()})
     for count, ours in ((64, 2), (100, 4), (40, 4)):
         x = torch.randn(1, count, 256)
         torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)

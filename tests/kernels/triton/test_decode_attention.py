@@ -1,4 +1,4 @@
-"""Attention of one query against torch's, with the rotation and the writes into the cache."""
+"""Decode attention on a GPU against torch's, with and without fused RoPE and KV cache writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 SHAPES = [
-    # batch, heads of keys, queries per key, length, features
+    # batch, key heads, query heads of each, length, features
     (1, 1, 4, 700, 128),
     (2, 2, 1, 37, 64),
     (2, 1, 3, 300, 16),
@@ -19,7 +19,7 @@ SHAPES = [
 ]
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     low, high = x.chunk(2, -1)
     return x * cos + torch.cat([-high, low], -1) * sin
 
@@ -27,8 +27,8 @@ def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_like_the_operators(shape: Any, kind: str, dtype: torch.dtype) -> None:
-    from paraxis.kernels.triton.decode_attention import attend_row, rotate_store_attend
+def test_result_is_that_of_the_operators(shape: Any, kind: str, dtype: torch.dtype) -> None:
+    from paraxis.kernels.triton.decode_attention import decode_attention, rope_decode_attention
 
     torch.manual_seed(0)
     batch, heads, groups, length, features = shape
@@ -50,22 +50,25 @@ def test_like_the_operators(shape: Any, kind: str, dtype: torch.dtype) -> None:
     mask = seen if kind == "bool" else torch.zeros(seen.shape, device="cuda", dtype=dtype).masked_fill(~seen, -1e4)
     close = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
 
-    found = attend_row(query, keys, values, mask, 0.2)
+    found = decode_attention(query, keys, values, mask, 0.2)
     torch.testing.assert_close(found.double(), exact(query, keys, values), **close)
-    kept, held = keys.clone(), values.clone()
-    found = rotate_store_attend(query, key, value, cos, sin, kept, held, position, mask, 0.2)
-    keys[:, :, position], values[:, :, position] = turned(key, cos, sin), value
+    key_cache, value_cache = keys.clone(), values.clone()
+    found = rope_decode_attention(query, key, value, cos, sin, key_cache, value_cache, position, mask, 0.2)
+    keys[:, :, position], values[:, :, position] = rotated(key, cos, sin), value
     torch.testing.assert_close(
-        kept, keys, rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-2 if dtype == torch.bfloat16 else 1e-6
+        key_cache,
+        keys,
+        rtol=1.6e-2 if dtype == torch.bfloat16 else 1e-6,
+        atol=1e-2 if dtype == torch.bfloat16 else 1e-6,
     )
-    assert torch.equal(held, values)
-    torch.testing.assert_close(found.double(), exact(turned(query, cos, sin), keys, values), **close)
+    assert torch.equal(value_cache, values)
+    torch.testing.assert_close(found.double(), exact(rotated(query, cos, sin), keys, values), **close)
 
 
-def test_nothing_seen_is_nothing() -> None:
-    from paraxis.kernels.triton.decode_attention import attend_row
+def test_result_is_zero_where_every_key_is_masked() -> None:
+    from paraxis.kernels.triton.decode_attention import decode_attention
 
     keys = torch.randn(1, 1, 200, 64, device="cuda")
     mask = torch.zeros(1, 1, 1, 200, device="cuda", dtype=torch.bool)
-    found = attend_row(torch.randn(1, 2, 1, 64, device="cuda"), keys, keys, mask, 1.0)
+    found = decode_attention(torch.randn(1, 2, 1, 64, device="cuda"), keys, keys, mask, 1.0)
     assert torch.equal(found, torch.zeros_like(found))
