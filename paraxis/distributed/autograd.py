@@ -11,13 +11,12 @@ differentiable_all_gather_reduce_scatter  all-gather      reduce-scatter
 differentiable_reduce_scatter_sum         reduce-scatter  all-gather
 ========================================  ==============  ==============
 
-Which one is right depends on what follows. After a plain all-gather every rank computes the same thing, so
-that the gradient is the same everywhere and each rank takes its chunk. After one whose backward is a
-reduce-scatter every rank goes on with its own part of the work, so that the gradients are parts to be
-summed.
+Which one is right depends on what follows. After a plain all-gather every rank computes the same, so the gradient is
+replicated and each rank takes its chunk. After an all-gather whose backward is a reduce-scatter every rank computes its
+own share of the work, so the gradients are partial and must be summed.
 
-All of these split evenly and take any size, also a symbolic one; :func:`paraxis.distributed.redistribute` is
-the general form, for every layout.
+All of these shard evenly and take any size, also a symbolic one; :func:`paraxis.distributed.redistribute` is the
+general form, for every layout.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class _Scatter(torch.autograd.Function):
         return all_gather(grad, ctx.group, ctx.dim), None, None
 
 
-class _AllGatherParts(torch.autograd.Function):
+class _AllGatherReduceScatter(torch.autograd.Function):
     """Forward all-gather, backward reduce-scatter."""
 
     @staticmethod
@@ -112,7 +111,7 @@ def differentiable_scatter(tensor: torch.Tensor, group: Group = None, dim: int =
 
 def differentiable_all_gather_reduce_scatter(tensor: torch.Tensor, group: Group = None, dim: int = 0) -> torch.Tensor:
     """*f* from a tensor sharded on the sequence: all-gather forward, reduce-scatter backward."""
-    return _AllGatherParts.apply(tensor, group, dim)  # type: ignore[no-any-return]
+    return _AllGatherReduceScatter.apply(tensor, group, dim)  # type: ignore[no-any-return]
 
 
 def differentiable_reduce_scatter_sum(tensor: torch.Tensor, group: Group = None, dim: int = 0) -> torch.Tensor:

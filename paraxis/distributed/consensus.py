@@ -1,63 +1,65 @@
 """Steps that succeed on all ranks or fail on all of them.
 
-A rank that fails alone leaves the others waiting in the next collective until it times out. So the ranks tell
-one another how a step went, through the key-value store that the process group was set up with: it needs no
-device, works with every backend, and can tell *which* rank does not answer.
+A rank that fails alone leaves the others waiting in the next collective until it times out. So the ranks exchange
+the outcome of a step through the key-value store of the process group: it needs no device, works with every backend,
+and shows *which* rank does not answer.
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
 
+from .. import errors
 from ..errors import CheckpointError, CollectiveError
-from .liveness import is_alive, machine
+from .liveness import is_alive, machine_id
 
 DEFAULT_TIMEOUT = 1800.0
-"""Seconds a rank waits for the others, where the caller does not say."""
+"""Seconds a rank waits for the others by default."""
 
-PATIENCE = 2.0
-"""Seconds between looks at whether the ranks that are waited for are still alive."""
+LIVENESS_INTERVAL = 2.0
+"""Seconds between checks whether the missing ranks are still alive."""
 
-_FAILED_TIMEOUT = 60.0  # a rank that has failed itself waits no longer than this before it says so
-_rounds: dict[str, int] = {}  # how many exchanges each group has had; the same on all its ranks
-_by_itself = False
+_FAILED_TIMEOUT = 60.0  # a rank that has failed waits no longer than this for the others before it raises
+_rounds: dict[str, int] = {}  # the number of exchanges of each group; the same on all its ranks
+_rank0_only = False
 
 
-class _Unanswered(Exception):
-    """Some ranks did not answer in time, or never will."""
+class _NoAnswer(Exception):
+    """Some ranks did not answer in time, or have ended."""
 
     def __init__(self, ranks: list[int], ended: bool = False) -> None:
         self.ranks, self.ended = ranks, ended
 
 
-def _alone(group: dist.ProcessGroup | None) -> bool:
-    """Whether there is nobody to talk to: no process group, one rank, a fake group of many, or :func:`rank0_only`."""
-    if _by_itself or not dist.is_available() or not dist.is_initialized():
+def _is_single(group: dist.ProcessGroup | None) -> bool:
+    """Whether there are no other ranks: no process group, one rank, a fake group, or inside :func:`rank0_only`."""
+    if _rank0_only or not dist.is_available() or not dist.is_initialized():
         return True
     return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
 
 
 @contextmanager
 def rank0_only() -> Iterator[None]:
-    """Inside, this rank works for all of them and asks nobody; the others wait in ``all_gather_object``."""
-    global _by_itself
-    before, _by_itself = _by_itself, True
+    """Inside, this rank does the work for all and exchanges nothing; the others wait in ``all_gather_object``."""
+    global _rank0_only
+    before, _rank0_only = _rank0_only, True
     try:
         yield
     finally:
-        _by_itself = before
+        _rank0_only = before
 
 
 def is_rank0_only() -> bool:
-    """Whether this rank is at work for the others, who would not meet it in a collective."""
-    return _by_itself
+    """Whether this rank works for the others, which take part in no collective meanwhile."""
+    return _rank0_only
 
 
 class _Round:
@@ -71,59 +73,62 @@ class _Round:
         self.number = _rounds[self.name] = _rounds.get(self.name, 0) + 1
         self.global_ranks = dist.get_process_group_ranks(group)
         self.store = dist.distributed_c10d._get_default_store()
-        self.store.set(f"paraxis/process/{dist.get_rank()}", json.dumps([machine(), os.getpid()]))
+        self.store.set(f"paraxis/process/{dist.get_rank()}", json.dumps([machine_id(), os.getpid()]))
 
     def _key(self, rank: int, number: int | None = None) -> str:
         return f"paraxis/{self.name}/{number or self.number}/{rank}"
 
     def all_gather_object(self, value: Any, timeout: float) -> list[Any]:
-        """Everybody's value (plain data), in the order of the ranks."""
+        """The values (plain data) of all ranks, in order."""
         self.store.set(self._key(self.rank), json.dumps(value))
         keys = [self._key(rank) for rank in range(self.world)]
         self._wait(keys, time.monotonic() + timeout)
         values = [json.loads(self.store.get(key)) for key in keys]
-        if self.number > 1:  # whoever is in this round has read all of the last one
+        if self.number > 1:  # a rank in this round has read all of the previous one
             self.store.delete_key(self._key(self.rank, self.number - 1))
         return values
 
     def _wait(self, keys: list[str], deadline: float) -> None:
-        """Until all keys are there; or until one never will be, since its rank has ended.
+        """Wait until all keys are set, or until a rank that has not set its key has ended.
 
-        The store could wait by itself, but would tell of every look that found nothing.
+        The store's own ``wait`` would log every poll that found nothing.
         """
-        started = looked = time.monotonic()
+        started = checked = time.monotonic()
         while True:
             try:
                 if self.store.check(keys):
                     return
-            except RuntimeError:  # what a store says whose host has gone
-                raise _Unanswered([]) from None
+            except RuntimeError:  # the process that hosts the store has ended
+                raise _NoAnswer([]) from None
             now = time.monotonic()
-            ended = [rank for rank in self._silent() if self._has_ended(rank)] if now - looked > PATIENCE else []
-            looked = now if now - looked > PATIENCE else looked
+            ended = []
+            if now - checked > LIVENESS_INTERVAL:
+                ended = [rank for rank in self._missing() if self._has_ended(rank)]
+                checked = now
             if ended or now >= deadline:
-                raise _Unanswered(ended or self._silent(), bool(ended))
-            # Asking costs the store's host little; a long pause would cost every step part of its time.
+                raise _NoAnswer(ended or self._missing(), bool(ended))
+            # Polling costs the store's host little; long pauses would delay every step.
             time.sleep(min(max((now - started) / 20, 0.001), 0.1, deadline - now))
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether a rank has ended, as far as can be told: it must be on this machine and have said who it is."""
+        """Whether a rank is known to have ended: only of ranks on this machine that have published their process id."""
         try:
             key = f"paraxis/process/{rank}"
             where, process = json.loads(self.store.get(key)) if self.store.check([key]) else ("", 0)
         except RuntimeError:
             return False
-        return bool(where) and where == machine() and not is_alive(process)
+        return bool(where) and where == machine_id() and not is_alive(process)
 
-    def _silent(self) -> list[int]:
+    def _missing(self) -> list[int]:
+        """Global ranks that have not set their key."""
         try:
-            silent = [rank for rank in range(self.world) if not self.store.check([self._key(rank)])]
-            return [self.global_ranks[rank] for rank in silent]
+            missing = [rank for rank in range(self.world) if not self.store.check([self._key(rank)])]
+            return [self.global_ranks[rank] for rank in missing]
         except RuntimeError:
             return []
 
-    def linger(self) -> None:
-        """Wait until all ranks have read this round: the store may live in a process that is about to end."""
+    def wait_until_read(self) -> None:
+        """Wait until all ranks have read this round: this process may host the store, and is about to raise."""
         counter = f"paraxis/{self.name}/{self.number}/read"
         deadline = time.monotonic() + 10.0
         try:
@@ -138,23 +143,23 @@ class _Round:
 def all_gather_object(
     group: dist.ProcessGroup | None, value: Any, what: str, timeout: float | None = None
 ) -> list[Any]:
-    """Everybody's ``value`` (plain data), in the order of the ranks of ``group``. A collective."""
-    if _alone(group):
+    """The ``value`` (plain data) of every rank of ``group``, in order. A collective; ``what`` names it in errors."""
+    if _is_single(group):
         return [value]
     timeout = DEFAULT_TIMEOUT if timeout is None else timeout
     try:
         return _Round(group).all_gather_object(value, timeout)
-    except _Unanswered as silent:
-        raise _no_answer(silent, what, timeout) from None
+    except _NoAnswer as missing:
+        raise _no_answer_error(missing, what, timeout) from None
 
 
-def agree(
+def raise_on_all_ranks(
     group: dist.ProcessGroup | None,
     error: str | BaseException | None,
     what: str,
     timeout: float | None = None,
 ) -> None:
-    """Tell the other ranks how this rank's step went, and raise on all of them if it failed on any.
+    """Exchange the outcome of a step with the other ranks, and raise on all of them if it failed on any.
 
     Args:
         group: The ranks that take part; ``None`` is all of them.
@@ -168,7 +173,7 @@ def agree(
         rank. TimeoutError: If a rank does not answer; CollectiveError: if it has ended. The message names it.
     """
     own = RuntimeError(f"{what}: {error}") if isinstance(error, str) else error
-    if _alone(group):
+    if _is_single(group):
         if own is not None:
             raise own
         return
@@ -177,12 +182,12 @@ def agree(
     report = None if own is None else (isinstance(own, CheckpointError), _text(own, error))
     try:
         reports = step.all_gather_object(report, timeout if own is None else min(timeout, _FAILED_TIMEOUT))
-    except _Unanswered as silent:
-        raise (_no_answer(silent, what, timeout) if own is None else own) from None
+    except _NoAnswer as missing:
+        raise (_no_answer_error(missing, what, timeout) if own is None else own) from None
     failed = [(rank, r) for rank, r in enumerate(reports) if r is not None]
     if not failed:
         return
-    step.linger()
+    step.wait_until_read()
     if own is not None:
         raise own
     rank, (about_checkpoint, message) = failed[0]
@@ -193,13 +198,13 @@ def agree(
 
 @contextmanager
 def on_all_ranks(group: dist.ProcessGroup | None, what: str, timeout: float | None = None) -> Iterator[None]:
-    """Run the body on every rank of ``group``; if it raises on one, raise on all. See :func:`agree`."""
+    """Run the body on every rank of ``group``; if it raises on one, raise on all. See :func:`raise_on_all_ranks`."""
     failure: Exception | None = None
     try:
         yield
     except Exception as error:
         failure = error
-    agree(group, failure, what, timeout)
+    raise_on_all_ranks(group, failure, what, timeout)
 
 
 def _text(own: BaseException, error: str | BaseException | None) -> str:
@@ -208,11 +213,41 @@ def _text(own: BaseException, error: str | BaseException | None) -> str:
     return str(own) if isinstance(own, CheckpointError) else f"{type(own).__name__}: {own}"
 
 
-def _no_answer(silent: _Unanswered, what: str, timeout: float) -> Exception:
-    who = f"rank {', '.join(map(str, silent.ranks))}" if silent.ranks else "another rank"
-    if silent.ended:
+def _no_answer_error(missing: _NoAnswer, what: str, timeout: float) -> Exception:
+    who = f"rank {', '.join(map(str, missing.ranks))}" if missing.ranks else "another rank"
+    if missing.ended:
         return CollectiveError(f"{what}: {who} has ended. Its own output says why.")
     return TimeoutError(
         f"{what}: {who} did not answer within {timeout:g} s. It has ended, hangs, or runs another program: "
-        "all ranks of a group must call Paraxis alike. Its own output says more."
+        "all ranks of a group must make the same calls to Paraxis. Its own output says more."
     )
+
+
+def on_rank0(group: dist.ProcessGroup | None, function: Callable[[], Any], what: str, timeout: float) -> Any:
+    """What ``function`` returns on rank 0 (plain data), on every rank; the others wait. A collective.
+
+    If it raises there, all ranks raise the same error: of the same class where that is a built-in one or one of
+    Paraxis, else a ``RuntimeError``.
+    """
+    alone = _is_single(group)
+    answer, failure = None, None
+    if alone or dist.get_rank(group) == 0:
+        try:
+            answer = [True, function()]
+        except Exception as error:
+            failure, answer = error, [False, type(error).__name__, str(error)]
+    if not alone:
+        answer = all_gather_object(group, answer, what, timeout)[0]
+    if failure is not None:
+        raise failure
+    assert answer is not None
+    if not answer[0]:
+        _, name, message = answer
+        raise _error_class(name)(message)
+    return answer[1]
+
+
+def _error_class(name: str) -> type[Exception]:
+    """The class of an error that another rank has raised."""
+    found = getattr(errors, name, getattr(builtins, name, None))
+    return found if isinstance(found, type) and issubclass(found, Exception) else RuntimeError

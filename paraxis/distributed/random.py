@@ -14,9 +14,9 @@ from .collectives import broadcast
 class RandomState:
     """One stream of seeds, the same on all ranks, from which every random operator of a model draws its own.
 
-    The first rank's seed decides, so the ranks agree without the user seeding anything. Another ``stream`` draws other
-    numbers from the same seed: ranks that work on other data have one each. A rank that makes a program only to look at
-    it is alone in that, and asks nobody (``agreed``).
+    Rank 0's seed is broadcast, so the ranks agree without the user seeding anything. Another ``stream`` draws other
+    numbers from the same seed: every data-parallel rank has its own. ``agreed=False`` skips the broadcast, for a rank
+    that builds a program alone, to inspect it.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, stream: int = 0, agreed: bool = True) -> None:
@@ -28,7 +28,7 @@ class RandomState:
         self.generator = torch.Generator().manual_seed((int(seed.item()) + 104729 * stream) % (1 << 62))
 
     def run(self, function: Callable[..., Any], sharded: bool, *args: Any, **kwargs: Any) -> Any:
-        """Call a random operator; ``sharded`` says whether each rank draws for its own part."""
+        """Call a random operator; ``sharded`` says whether each rank draws different numbers, for its own shard."""
         seed = int(torch.randint(1 << 62, (), generator=self.generator))
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):

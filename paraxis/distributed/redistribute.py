@@ -1,4 +1,4 @@
-"""Moving a tensor from one placement to another: the local halves and the collectives, each with its conjugate.
+"""Moving a tensor from one placement to another: slicing and collectives, each with its conjugate.
 
 Every function here takes a *local* tensor and its placement. The differentiable ones follow the gradient convention of
 :mod:`paraxis.placement`; their docstrings give forward and backward.
@@ -37,7 +37,7 @@ def slice_dim(tensor: torch.Tensor, dim: int, layout: Layout, rank: int) -> torc
 
 
 def slice_box(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Tensor:
-    """The part of a whole tensor that ``rank`` holds."""
+    """The shard of a full tensor that ``rank`` holds."""
     if isinstance(placement, Shard):
         for dim, layout in placement.layouts:
             tensor = slice_dim(tensor, dim, layout, rank)
@@ -45,7 +45,7 @@ def slice_box(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Te
 
 
 def _boxes(placement: Shard, shape: Sequence[int], world: int) -> list[tuple[torch.Tensor, ...]]:
-    """For every rank the open mesh of indices of its box, to index a whole tensor with."""
+    """For every rank the open mesh of indices of its shard, to index the full tensor with."""
     boxes = []
     for rank in range(world):
         ranges = local_index(placement, shape, rank)
@@ -57,7 +57,7 @@ def _boxes(placement: Shard, shape: Sequence[int], world: int) -> list[tuple[tor
 def gather_box(
     local: torch.Tensor, placement: Placement, shape: Sequence[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """The whole tensor from everybody's shards. A collective."""
+    """All-gather the full tensor from the shards of all ranks. A collective."""
     if not isinstance(placement, Shard) or not placement.layouts:
         return all_reduce(local, group) if isinstance(placement, Partial) else local
     world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -67,7 +67,7 @@ def gather_box(
         dim, layout = placement.layouts[0]
         if layout.is_even and layout.contiguous(int(shape[dim])):
             return all_gather(local, group, dim)
-        if layout.is_even and layout.contiguous(layout.period):  # every repetition by itself
+        if layout.is_even and layout.contiguous(layout.period):  # every repetition is sharded evenly
             rows = local.unflatten(dim, (int(shape[dim]) // layout.period, -1))
             return all_gather(rows, group, dim + 1).flatten(dim, dim + 1)
     shape = tuple(int(n) for n in shape)
@@ -80,10 +80,10 @@ def gather_box(
     if len(placement.layouts) == 1:
         dim, layout = placement.layouts[0]
         return _assemble(pieces, sizes, shapes, dim, layout, shape)
-    whole = local.new_empty(shape)
+    full = local.new_empty(shape)
     for piece, size, s, box in zip(pieces, sizes, shapes, _boxes(placement, shape, world), strict=True):
-        whole[tuple(i.to(whole.device) for i in box)] = piece[:size].view(s)
-    return whole
+        full[tuple(i.to(full.device) for i in box)] = piece[:size].view(s)
+    return full
 
 
 def _assemble(
@@ -94,34 +94,34 @@ def _assemble(
     layout: Layout,
     shape: tuple[int, ...],
 ) -> torch.Tensor:
-    """Put shards of one dimension, in any layout, into their places."""
-    whole = pieces[0].new_empty(shape)
+    """The full tensor from shards of one dimension, in any layout."""
+    full = pieces[0].new_empty(shape)
     for rank, piece in enumerate(pieces):
         shard, offset = piece[: sizes[rank]].view(shapes[rank]), 0
         for start, stop in layout.expand(shape[dim], rank):
-            whole.narrow(dim, start, stop - start).copy_(shard.narrow(dim, offset, stop - start))
+            full.narrow(dim, start, stop - start).copy_(shard.narrow(dim, offset, stop - start))
             offset += stop - start
-    return whole
+    return full
 
 
 def sum_copies(
     local: torch.Tensor, placement: Shard, shape: Sequence[int], group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Add up what the ranks that hold the same elements have for them. A collective."""
+    """Sum every element over the ranks that hold a copy of it. A collective."""
     if dist.get_world_size(group) == 1:
         return local
     rank = dist.get_rank(group)
     if not placement.layouts:
         return all_reduce(local, group)
-    whole = local.new_zeros(tuple(int(n) for n in shape))
-    box = _boxes(placement, whole.shape, dist.get_world_size(group))[rank]
+    full = local.new_zeros(tuple(int(n) for n in shape))
+    box = _boxes(placement, full.shape, dist.get_world_size(group))[rank]
     index = tuple(i.to(local.device) for i in box)
-    whole[index] = local
-    return all_reduce(whole, group)[index]
+    full[index] = local
+    return all_reduce(full, group)[index]
 
 
 def copies_of(placement: Placement, shape: Sequence[int], rank: int, device: torch.device) -> torch.Tensor | None:
-    """On how many ranks each element of the shard of ``rank`` lives; ``None`` if on this one only."""
+    """The number of ranks that hold each element of the shard of ``rank``; ``None`` if no element has copies."""
     if not isinstance(placement, Shard) or not placement.layouts or not placement.has_copies:
         return None
     count = torch.zeros(tuple(int(n) for n in shape))
@@ -135,7 +135,7 @@ def copies_of(placement: Placement, shape: Sequence[int], rank: int, device: tor
 
 
 class _Reduce(torch.autograd.Function):
-    """Partial to replicated. Forward all-reduce, backward nothing (Megatron's *g*)."""
+    """Partial to replicated. Forward all-reduce, backward identity (Megatron's *g*)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -147,7 +147,7 @@ class _Reduce(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """Replicated to shared. Forward nothing, backward all-reduce (Megatron's *f*)."""
+    """Replicated to shared. Forward identity, backward all-reduce (Megatron's *f*)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -160,7 +160,7 @@ class _Share(torch.autograd.Function):
 
 
 class _Unshare(torch.autograd.Function):
-    """Shared to replicated. Forward nothing; backward each rank takes an equal part of the gradient."""
+    """Shared to replicated. Forward identity; backward divides the gradient by the number of ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -173,7 +173,7 @@ class _Unshare(torch.autograd.Function):
 
 
 class _Slice(torch.autograd.Function):
-    """Replicated to sharded. Forward takes the shard, backward gathers (and adds up copies)."""
+    """Replicated to sharded. Forward slices, backward all-gathers (and sums over copies)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, placement: Shard, group: Any) -> torch.Tensor:
@@ -189,7 +189,7 @@ class _Slice(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Sharded to replicated. Forward gathers, backward takes the shard (copies share the gradient)."""
+    """Sharded to replicated. Forward all-gathers, backward slices (copies share the gradient)."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, placement: Shard, shape: Sequence[int], group: Any) -> torch.Tensor:
@@ -205,7 +205,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _ReduceScatter(torch.autograd.Function):
-    """Partial to sharded. Forward reduce-scatter, backward gathers."""
+    """Partial to sharded. Forward reduce-scatter, backward all-gather."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, placement: Shard, group: Any) -> torch.Tensor:
@@ -214,7 +214,7 @@ class _ReduceScatter(torch.autograd.Function):
             dim, layout = placement.layouts[0]
             if layout.is_even and layout.contiguous(x.shape[dim]):
                 return reduce_scatter(x, group, dim)
-            if layout.is_even and layout.contiguous(layout.period):  # every repetition by itself
+            if layout.is_even and layout.contiguous(layout.period):  # every repetition is sharded evenly
                 rows = x.unflatten(dim, (x.shape[dim] // layout.period, layout.period))
                 return reduce_scatter(rows, group, dim + 1).flatten(dim, dim + 1)
         return dense(slice_box(all_reduce(x, group), placement, dist.get_rank(group)))
@@ -226,8 +226,8 @@ class _ReduceScatter(torch.autograd.Function):
         return gather_box(dense(grad), ctx.placement, ctx.shape, ctx.group), None, None
 
 
-class _Term(torch.autograd.Function):
-    """Replicated to partial. Forward the first rank keeps the value and the others have zero; backward nothing."""
+class _MaskToRank0(torch.autograd.Function):
+    """Replicated to partial. Forward identity on rank 0 and zeros on the others; backward identity."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -247,11 +247,11 @@ def redistribute(
         and isinstance(target, Replicate)
         and not (x.requires_grad and torch.is_grad_enabled())
     ):
-        return all_reduce(x, group)  # what decoding does most
+        return all_reduce(x, group)  # the most frequent case in decode steps
     if source == target:
         return x
     if isinstance(target, Partial):
-        return _Term.apply(redistribute(x, source, REPLICATE, shape, group), group)  # type: ignore[no-any-return]
+        return _MaskToRank0.apply(redistribute(x, source, REPLICATE, shape, group), group)  # type: ignore[no-any-return]
     if isinstance(source, Replicate):
         if isinstance(target, Shard) and target.layouts:
             return _Slice.apply(x, target, group)  # type: ignore[no-any-return]
@@ -263,10 +263,12 @@ def redistribute(
     elif source.layouts:
         # Sizes of unsharded dimensions are read off the tensor: they may be dynamic.
         dims = source.dims
-        whole = [int(n) if d in dims else x.shape[d] for d, n in enumerate(shape)]
-        x = _Gather.apply(x, source, whole, group)
+        full_shape = [int(n) if d in dims else x.shape[d] for d, n in enumerate(shape)]
+        x = _Gather.apply(x, source, full_shape, group)
     elif isinstance(target, Shard):
-        return slice_box(x, target, dist.get_rank(group))  # a shared tensor narrows by itself
+        return slice_box(
+            x, target, dist.get_rank(group)
+        )  # its gradient is reduced already: a plain slice differentiates correctly
     else:
         x = _Unshare.apply(x, group)
     return redistribute(x, REPLICATE, target, shape, group)

@@ -1,15 +1,15 @@
 """Collectives of CPU ranks on one machine, through shared memory.
 
-Decoding a token sums a few kilobytes some fifty times. Through gloo's sockets and threads each of these sums takes
-about a millisecond; here a rank writes its tensor into a buffer that all ranks have mapped, raises its counter, waits
-for the counters of the others, and adds up what it reads: less than a tenth of that. Every rank adds in the same
+A decode step all-reduces a few kilobytes some fifty times. Through gloo's sockets and threads each all-reduce takes
+about a millisecond; here a rank writes its tensor into a buffer that all ranks have mapped, increments its counter,
+waits for the counters of the others, and sums what it reads: less than a tenth of that. Every rank sums in the same
 order, so that all of them get the same bits.
 
-Two slots per rank take turns. A rank that writes slot ``n`` has seen all others arrive at ``n - 1``, so they are done
-with what was in that slot before.
+Every rank has two slots, used alternately. A rank that writes slot ``n`` has seen all others arrive at ``n - 1``, so
+they have finished reading the previous contents of that slot.
 
-Used for groups whose ranks all run on one Linux machine and share ``/dev/shm``; any other group keeps to its backend.
-``PARAXIS_SHARED_MEMORY=0`` turns it off.
+Used for groups whose ranks all run on one Linux machine and share ``/dev/shm``; any other group uses its own backend.
+``PARAXIS_SHARED_MEMORY=0`` disables it.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from .liveness import is_alive, machine
+from .liveness import is_alive, machine_id
 
-BUDGET = 32 << 20
+TOTAL_BYTES = 32 << 20
 """Bytes of shared memory for all slots of a group."""
-LINE = 64
+CACHE_LINE = 64
 """Bytes of a cache line: counters of different ranks do not share one."""
-SPINS = 2000
-"""How often to look before giving way to other processes."""
-LABEL = 46
-"""The bits above this one say what is exchanged; those below how many bytes, and how."""
-KINDS = 256
-"""Shapes of tensors for which views of the slots are kept."""
-PATIENCE = 0.2
-"""Seconds between looks at whether the others are still alive."""
+SPINS_BEFORE_YIELD = 2000
+"""How often to poll a counter before yielding the CPU to other processes."""
+LABEL_SHIFT = 46
+"""The bits from this one on say what is exchanged; those below how many bytes, and by which collective."""
+MAX_CACHED_VIEWS = 256
+"""Shapes and dtypes for which views of the slots are cached."""
+LIVENESS_INTERVAL = 0.2
+"""Seconds between checks whether the others are still alive."""
 
 _OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "sum": torch.add,
@@ -53,28 +53,28 @@ _groups: WeakKeyDictionary[Any, SharedMemory | None] = WeakKeyDictionary()
 
 
 def shared_memory_of(group: dist.ProcessGroup) -> SharedMemory | None:
-    """The shared memory of a group, made when it is first asked for, by all ranks together; None if it has none."""
+    """The shared memory of a group, created by all ranks on first use; None if the group has none."""
     try:
         return _groups[group]
     except KeyError:
-        return _groups.setdefault(group, _make(group))
+        return _groups.setdefault(group, _create(group))
 
 
 @contextmanager
 def labelled(group: dist.ProcessGroup, name: str) -> Iterator[None]:
-    """Say what is exchanged inside, so that ranks that are elsewhere in the program do not take it for something else.
+    """Label the collectives inside, so that ranks that exchange different things at the same time raise an error.
 
-    Only shared memory has room for that: elsewhere a difference in size is all that can be noticed.
+    Only shared memory can carry a label: with other backends only a difference in size is noticed.
     """
-    host = _groups.get(group)
-    if host is None:
+    memory = _groups.get(group)
+    if memory is None:
         yield
         return
-    host.label = zlib.crc32(name.encode()) & 0xFFFF
+    memory.label = zlib.crc32(name.encode()) & 0xFFFF
     try:
         yield
     finally:
-        host.label = 0
+        memory.label = 0
 
 
 class SharedMemory:
@@ -85,18 +85,18 @@ class SharedMemory:
         self.capacity = slot_size(self.world)
         self._count = 0
         self.label = 0
-        """A number for what is exchanged; ranks that all_gather_object other things fail. See :func:`labelled`."""
-        header = self.world * LINE
-        self._flags = memoryview(memory)[:header].cast("q")  # per rank: a counter, and what is in either slot
+        """A number for what is exchanged; ranks that exchange other things fail. See :func:`labelled`."""
+        header = self.world * CACHE_LINE
+        self._flags = memoryview(memory)[:header].cast("q")  # per rank: a counter, and the contents of either slot
         self._memory, self._offset = memory, header
         self._slots: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._parts: dict[tuple[torch.dtype, torch.Size, int], list[torch.Tensor]] = {}
+        self._views: dict[tuple[torch.dtype, torch.Size, int], list[torch.Tensor]] = {}
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """The sum, or largest or smallest, of the tensors of all ranks."""
+        """The elementwise sum, maximum or minimum of the tensors of all ranks."""
         combine = _OPS[op]
         step = self.capacity // tensor.element_size()
-        if 0 < tensor.numel() <= step:  # the usual one, which is short: nothing but a copy and a sum
+        if 0 < tensor.numel() <= step:  # the common case: a copy and a sum
             first, second, *others = self._exchange(tensor, "all_reduce")
             total = combine(first, second)
             for part in others:
@@ -115,7 +115,7 @@ class SharedMemory:
         return (results[0] if len(results) == 1 else torch.cat(results)).view(tensor.shape)
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensors of all ranks, along a new first dimension."""
+        """The tensors of all ranks, stacked along a new first dimension."""
         flat = tensor.reshape(-1)
         result = torch.empty((self.world, flat.numel()), dtype=tensor.dtype)
         step = self.capacity // tensor.element_size()
@@ -126,14 +126,14 @@ class SharedMemory:
         return result.view(self.world, *tensor.shape)
 
     def _exchange(self, part: torch.Tensor, kind: str) -> list[torch.Tensor]:
-        """Show the others a tensor that fits into a slot, and see theirs."""
+        """Write a tensor that fits into a slot, wait for the other ranks, and return views of all slots."""
         self._count += 1
         count, flags, slot, size = self._count, self._flags, self._count & 1, part.numel()
         key = (part.dtype, part.shape, slot)
-        slots = self._parts.get(key) or self._part(*key)
+        slots = self._views.get(key) or self._view(*key)
         mine = 8 * self.rank
         slots[self.rank].copy_(part)
-        what = self.label << LABEL | size * part.element_size() << 3 | _KINDS[kind]
+        what = self.label << LABEL_SHIFT | size * part.element_size() << 3 | _KINDS[kind]
         flags[mine + 1 + slot] = what
         flags[mine] = count
         for rank in range(self.world):
@@ -143,18 +143,18 @@ class SharedMemory:
                 raise RuntimeError(self._mismatch(rank, flags[8 * rank + 1 + slot]))
         return slots
 
-    def _part(self, dtype: torch.dtype, shape: torch.Size, slot: int) -> list[torch.Tensor]:
-        """The beginning of the slots of all ranks, as tensors like these; made once for each kind of tensor."""
-        if len(self._parts) >= KINDS:
-            self._parts.clear()
+    def _view(self, dtype: torch.dtype, shape: torch.Size, slot: int) -> list[torch.Tensor]:
+        """The slots of all ranks, viewed as tensors of this dtype and shape; cached."""
+        if len(self._views) >= MAX_CACHED_VIEWS:
+            self._views.clear()
         with torch.inference_mode(False), torch.no_grad():
-            slots = self._slots.get(dtype) or self._as(dtype)
-            parts = [mine[slot][: shape.numel()].view(shape) for mine in slots]
-        self._parts[dtype, shape, slot] = parts
-        return parts
+            slots = self._slots.get(dtype) or self._typed_slots(dtype)
+            views = [mine[slot][: shape.numel()].view(shape) for mine in slots]
+        self._views[dtype, shape, slot] = views
+        return views
 
-    def _as(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The slots of all ranks as tensors of this dtype, also usable outside of the mode they were made in."""
+    def _typed_slots(self, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The slots of all ranks as flat tensors of this dtype, usable inside and outside of inference mode."""
         with torch.inference_mode(False):
             count = self.capacity // dtype.itemsize
             offsets = [self._offset + k * self.capacity for k in range(2 * self.world)]
@@ -163,73 +163,74 @@ class SharedMemory:
         return self._slots[dtype]
 
     def _wait(self, rank: int, count: int) -> None:
+        """Wait until a rank's counter reaches ``count``: spin first, then yield, then sleep."""
         flags, spins, began = self._flags, 0, 0.0
-        looked = began
+        checked = began
         while flags[8 * rank] < count:
             spins += 1
-            if spins < SPINS:
+            if spins < SPINS_BEFORE_YIELD:
                 continue
             now = time.monotonic()
             if not began:
-                began = looked = now
+                began = checked = now
             if now - began > self.timeout:
                 raise RuntimeError(f"rank {rank} did not arrive within {self.timeout:.0f} s")
-            if now - looked > PATIENCE:
-                looked = now
+            if now - checked > LIVENESS_INTERVAL:
+                checked = now
                 if not is_alive(self.processes[rank]):
                     raise RuntimeError(f"rank {rank} (process {self.processes[rank]}) has ended")
             time.sleep(0 if now - began < 0.002 else 5e-5)
 
     def _mismatch(self, rank: int, what: int) -> str:
-        kind = next((name for name, code in _KINDS.items() if code == what & 7), "something else")
-        other = " of another parameter" if what >> LABEL != self.label else ""
-        return f"rank {rank} is in {kind} of {(what & (1 << LABEL) - 1) >> 3} bytes{other}"
+        kind = next((name for name, code in _KINDS.items() if code == what & 7), "another collective")
+        other = " of another parameter" if what >> LABEL_SHIFT != self.label else ""
+        return f"rank {rank} is in {kind} of {(what & (1 << LABEL_SHIFT) - 1) >> 3} bytes{other}"
 
 
 def slot_size(world: int) -> int:
-    """Bytes of one slot: a whole number of elements of any dtype."""
-    return BUDGET // (2 * world) // LINE * LINE
+    """Bytes of one slot: a multiple of the cache line, hence of the element size of any dtype."""
+    return TOTAL_BYTES // (2 * world) // CACHE_LINE * CACHE_LINE
 
 
-# -- making it -----------------------------------------------------------------------------------------------------
+# -- setting it up -------------------------------------------------------------------------------------------------
 
 
-def _make(group: dist.ProcessGroup) -> SharedMemory | None:
-    """All ranks map the same file, or none does. Only gloo is worth being stood in for, and others are no processes."""
+def _create(group: dist.ProcessGroup) -> SharedMemory | None:
+    """All ranks map the same file, or none does. Only gloo groups: ranks of a fake group have no process."""
     try:
         if group._get_backend(torch.device("cpu")).name().lower() != "gloo":
             return None
-    except RuntimeError:  # no backend for tensors of the host
+    except RuntimeError:  # no backend for CPU tensors
         return None
     rank, world = group.rank(), group.size()
-    size = world * LINE + 2 * world * slot_size(world)
+    size = world * CACHE_LINE + 2 * world * slot_size(world)
     path = f"/dev/shm/paraxis-{uuid.uuid4().hex}" if rank == 0 else ""
-    here = _place()
-    memory = _map(path, size, create=True) if rank == 0 and here else None
+    filesystem = _filesystem_id()
+    memory = _map(path, size, create=True) if rank == 0 and filesystem else None
     seen: list[Any] = [None] * world
-    dist.all_gather_object(seen, (here, path if memory is not None else "", os.getpid()), group=group)
-    alike = bool(here) and len({place for place, _, _ in seen}) == 1 and bool(seen[0][1])
-    if rank != 0 and alike:
+    dist.all_gather_object(seen, (filesystem, path if memory is not None else "", os.getpid()), group=group)
+    shared = bool(filesystem) and len({theirs for theirs, _, _ in seen}) == 1 and bool(seen[0][1])
+    if rank != 0 and shared:
         memory = _map(seen[0][1], size, create=False)
     done: list[Any] = [None] * world
-    dist.all_gather_object(done, alike and memory is not None, group=group)
+    dist.all_gather_object(done, shared and memory is not None, group=group)
     if rank == 0 and path and os.path.exists(path):
-        os.unlink(path)  # all have it open, or nobody will: nothing is left behind, however the ranks end
+        os.unlink(path)  # all have it mapped, or none will: no file stays behind, however the ranks end
     if memory is None or not all(done):
         return None
     timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
     return SharedMemory(memory, rank, [pid for _, _, pid in seen], timeout)
 
 
-def _place() -> str:
-    """What ranks must have in common; empty where shared memory is not for us.
+def _filesystem_id() -> str:
+    """The same text on ranks that share ``/dev/shm``; empty where shared memory cannot be used.
 
-    Processors other than x86 may show writes to others in another order than they were made.
+    On processors other than x86 another process may see writes in a different order.
     """
     if os.environ.get("PARAXIS_SHARED_MEMORY", "1") == "0" or platform.machine() not in ("x86_64", "AMD64"):
         return ""
     try:
-        return machine() and machine() + str(os.stat("/dev/shm").st_dev)
+        return machine_id() and machine_id() + str(os.stat("/dev/shm").st_dev)
     except OSError:
         return ""
 
@@ -241,7 +242,7 @@ def _map(path: str, size: int, create: bool) -> mmap.mmap | None:
         return None
     try:
         if create:
-            os.posix_fallocate(file, 0, size)  # or the first write to a full disk would kill the process
+            os.posix_fallocate(file, 0, size)  # otherwise the first write to a full disk would kill the process
         return mmap.mmap(file, size)
     except OSError:
         return None

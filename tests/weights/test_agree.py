@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from weights.tiny_models import fake_rank
 
-from paraxis.distributed.consensus import agree, all_gather_object, on_all_ranks
+from paraxis.distributed.consensus import all_gather_object, on_all_ranks, raise_on_all_ranks
 from paraxis.errors import CheckpointError
 from ranks import spawn_ranks
 
@@ -32,7 +32,7 @@ def fails(culprits: list[int], kind: str) -> Any:
 
 
 def agrees(error_on: int) -> Any:
-    return caught(lambda: agree(None, "disk full" if dist.get_rank() == error_on else None, "saving"))
+    return caught(lambda: raise_on_all_ranks(None, "disk full" if dist.get_rank() == error_on else None, "saving"))
 
 
 def within_subgroups() -> tuple[list[Any], Any]:
@@ -53,7 +53,7 @@ def silent_rank() -> Any:
         time.sleep(3)
         return None
     start = time.monotonic()
-    return caught(lambda: agree(None, None, "loading", timeout=1.0)), time.monotonic() - start
+    return caught(lambda: raise_on_all_ranks(None, None, "loading", timeout=1.0)), time.monotonic() - start
 
 
 def host_of_the_store_fails() -> None:
@@ -108,10 +108,10 @@ def test_the_reason_arrives_although_the_failing_rank_ends() -> None:
 
 
 def test_alone() -> None:
-    agree(None, None, "nothing")
+    raise_on_all_ranks(None, None, "nothing")
     assert all_gather_object(None, 3, "nothing") == [3]
     with pytest.raises(RuntimeError, match="saving: disk full"):
-        agree(None, "disk full", "saving")
+        raise_on_all_ranks(None, "disk full", "saving")
     with pytest.raises(KeyError), on_all_ranks(None, "reading"):
         raise KeyError("x")
     with fake_rank(1, 4) as group:
