@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..rules import register_replicated
+
 _library = torch.library.Library("paraxis", "DEF")
 _library.define("whole(Tensor x) -> Tensor")
 _library.impl("whole", lambda x: x.clone(), "CompositeExplicitAutograd")
@@ -26,6 +28,7 @@ def _whole_fake(x: torch.Tensor) -> torch.Tensor:
 
 
 mark_output_op = torch.ops.paraxis.whole.default
+register_replicated(mark_output_op)  # what the caller reads is a full tensor
 
 
 def mark_output(result: Any) -> Any:

@@ -1,8 +1,10 @@
-"""Rules for operators, one file per family. See :mod:`paraxis.rules.base` for what a rule is."""
+"""Rules for operators, one file per family. See :mod:`paraxis.rules.base` for what a rule is.
+
+``rules/validation`` checks them against the real operators.
+"""
 
 from . import (
     attention,
-    base,
     convolution,
     factory,
     grouped,
@@ -25,20 +27,22 @@ from .base import (
     Strategy,
     Tensor,
     Unplaced,
-    accepts_unplaced,
-    register,
-    register_rule,
     replicated,
-    rule_for,
     same_size,
     sample,
+)
+from .registration import register_rule
+from .registry import (
+    accepts_unplaced,
+    register_replicated,
+    rule_for,
     structures_for,
     temporary_rules,
     unregister,
 )
 from .table import table
 
-base._built_in = False  # from here on, a rule is checked when it is registered
+register = register_rule
 
 __all__ = [
     "UNPLACED",
@@ -51,6 +55,7 @@ __all__ = [
     "Unplaced",
     "accepts_unplaced",
     "register",
+    "register_replicated",
     "register_rule",
     "replicated",
     "rule_for",

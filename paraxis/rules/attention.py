@@ -1,4 +1,4 @@
-"""Scaled dot-product attention as a whole operator."""
+"""Scaled dot-product attention."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import REPLICATE, SHARED, Layout, Placement, Shard
-from .base import Call, InputPlacement, Strategy, draws, register
+from .base import Call, InputPlacement, Strategy, draws
+from .registry import builtin_rule
 
 aten = torch.ops.aten
 
 
-@register(aten.scaled_dot_product_attention.default, samples="attention")
-def attention(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Heads (and batch) side by side. With grouped queries, each rank needs the KV heads of its query heads."""
+@builtin_rule(aten.scaled_dot_product_attention.default, samples="attention")
+def attention(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Heads and batch may be sharded. With grouped queries, each rank needs the KV heads of its query heads."""
     query, key = call.inputs[:2]
     n = query.ndim
     seen: set[tuple[Placement, ...]] = set()
-    for q, k in _pairs(given, n):
+    for q, k in _pairs(placements, n):
         if not _aligned(q, k, query.shape, key.shape, n) or (draws(call) and q.has_copies):
             continue
         inputs: list[Placement] = [q, k, k]
@@ -31,11 +32,11 @@ def attention(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]
             yield Strategy(tuple(inputs), (q,))
 
 
-def _pairs(given: Sequence[InputPlacement], n: int) -> Iterable[tuple[Shard, Shard]]:
-    """Placements of query and key/value to try: as they are, or one following the other."""
-    batch = [p for p in given[:3] if isinstance(p, Shard) and all(d < n - 2 for d in p.dims)]
-    q = given[0] if given[0] in batch else None
-    for k in dict.fromkeys([*(p for p in given[1:3] if p in batch), *batch, SHARED]):
+def _pairs(placements: Sequence[InputPlacement], n: int) -> Iterable[tuple[Shard, Shard]]:
+    """Placements of query and key/value to try: their own, or one following the other."""
+    batch = [p for p in placements[:3] if isinstance(p, Shard) and all(d < n - 2 for d in p.dims)]
+    q = placements[0] if placements[0] in batch else None
+    for k in dict.fromkeys([*(p for p in placements[1:3] if p in batch), *batch, SHARED]):
         if isinstance(q, Shard) and isinstance(k, Shard):
             yield q, k
         if isinstance(k, Shard) and k.layouts:
@@ -43,7 +44,7 @@ def _pairs(given: Sequence[InputPlacement], n: int) -> Iterable[tuple[Shard, Sha
 
 
 def _aligned(q: Shard, k: Shard, q_shape: Sequence[int], k_shape: Sequence[int], n: int) -> bool:
-    """Whether each rank's query heads attend exactly to its KV heads, and it has some: kernels may not take none."""
+    """Whether each rank's query heads attend exactly to its KV heads. Each rank needs some: kernels may refuse none."""
     heads = n - 3
     if not all(all(x.ranges) for p in (q, k) for _, x in p.layouts):
         return False
@@ -62,6 +63,7 @@ def _aligned(q: Shard, k: Shard, q_shape: Sequence[int], k_shape: Sequence[int],
 
 
 def _same_groups(lq: Layout | None, lk: Layout | None, nq: int, nk: int) -> bool:
+    """Whether every rank holds, for each of its query heads in order, the KV head of that head's group."""
     world = (lq or lk).world  # type: ignore[union-attr]
     for rank in range(world):
         q_heads = [i for a, b in (lq.expand(nq, rank) if lq else ((0, nq),)) for i in range(a, b)]

@@ -1,4 +1,4 @@
-"""Convolutions: over the batch, over output channels, over input channels as partial sums, or group by group."""
+"""Convolutions: sharded on the batch, on output channels, on input channels (partial results), or by group."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import Call, InputPlacement, Strategy, layouts_on, register
+from .base import Call, InputPlacement, LocalCall, Strategy, layouts_on
+from .registry import builtin_rule
 
 aten = torch.ops.aten
 
 
-@register(aten.convolution.default, samples="convolution", free=True)
-def convolution(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """The channels of a plain one may be split on either side; a grouped one is as many small ones side by side."""
+@builtin_rule(aten.convolution.default, samples="convolution", free=True)
+def convolution(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Input or output channels of a plain one; the groups of a grouped one, which are independent convolutions."""
     data, weight = call.inputs[0], call.inputs[1]
     groups, transposed = call.args[8], call.args[6]
     if data.ndim != weight.ndim:
         return
-    placement = given[0]
+    placement = placements[0]
     if isinstance(placement, Shard) and list(placement.dims) == [0]:
         yield _strategy(call, placement, REPLICATE, REPLICATE, placement)
     w_out, w_in = (1, 0) if transposed else (0, 1)
     if groups == 1:
-        for layout in _layouts(call, given, 1, w_out):
+        for layout in _layouts(call, placements, 1, w_out):
             column, vector, out = Shard.of(w_out, layout), Shard.of(0, layout), Shard.of(1, layout)
             yield _strategy(call, REPLICATE, column, vector, out, "column")
-        for layout in [*_layouts(call, given, 0, 1), *_layouts(call, given, 1, w_in)]:
+        for layout in [*_layouts(call, placements, 0, 1), *_layouts(call, placements, 1, w_in)]:
             if not layout.has_copies:
                 yield _strategy(call, Shard.of(1, layout), Shard.of(w_in, layout), PARTIAL, PARTIAL, "row")
     elif not transposed:
-        yield from _by_group(call, given, groups)
+        yield from _by_group(call, placements, groups)
 
 
-def _by_group(call: Call, given: Sequence[InputPlacement], groups: int) -> Iterable[Strategy]:
+def _by_group(call: Call, placements: Sequence[InputPlacement], groups: int) -> Iterable[Strategy]:
+    """Input and output channels sharded by group."""
     data, weight = call.inputs[0], call.inputs[1]
     per_in, per_out = data.shape[1] // groups, weight.shape[0] // groups
-    found = [layout.unscale(per_in) for layout in _layouts(call, given, 0, 1)]
-    found += [layout.unscale(per_out) for layout in _layouts(call, given, 1, 0)]
+    found = [layout.unscale(per_in) for layout in _layouts(call, placements, 0, 1)]
+    found += [layout.unscale(per_out) for layout in _layouts(call, placements, 1, 0)]
     for layout in dict.fromkeys(found):
         if layout is None or not layout.fits(groups):
             continue
@@ -53,7 +55,7 @@ def _by_group(call: Call, given: Sequence[InputPlacement], groups: int) -> Itera
 
 def _local_groups(
     target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, groups: int, layout: Layout
-) -> tuple[Any, list[Any], dict[str, Any]]:
+) -> LocalCall:
     return target, [*args[:8], layout.local_size(groups, rank)], kwargs
 
 
@@ -64,6 +66,6 @@ def _strategy(
     return Strategy(inputs, (out,), localize=local, kind=kind)
 
 
-def _layouts(call: Call, given: Sequence[InputPlacement], index: int, dim: int) -> list[Layout]:
-    """There is no convolution of no channels: every rank must have some."""
-    return [layout for layout in layouts_on(call, given, index, dim) if all(layout.ranges)]
+def _layouts(call: Call, placements: Sequence[InputPlacement], index: int, dim: int) -> list[Layout]:
+    """Layouts in which every rank has channels: a convolution needs at least one."""
+    return [layout for layout in layouts_on(call, placements, index, dim) if all(layout.ranges)]

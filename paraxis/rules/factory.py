@@ -1,18 +1,14 @@
-"""Operators that make tensors from nothing: every rank makes the same one."""
+"""Operators that create tensors: every rank creates the same one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import torch
 
-from ..capture.mark_output import mark_output_op
-from .base import Call, InputPlacement, Strategy, register
+from .registry import register_replicated
 
 aten = torch.ops.aten
 
-
-@register(
+register_replicated(
     aten.arange,
     aten.full,
     aten.zeros,
@@ -32,9 +28,5 @@ aten = torch.ops.aten
     aten.new_empty,
     aten.tril_indices,
     aten.triu_indices,
-    mark_output_op,
     samples="factory",
 )
-def whole(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Nothing beyond the replicated strategy. For the results the caller reads, that is their meaning."""
-    return ()

@@ -1,4 +1,4 @@
-"""Grouped matrix products: the experts of a mixture, each on its own rows."""
+"""Grouped matmuls: the experts of a mixture of experts (MoE), each on its own rows."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Shard
-from .base import Call, InputPlacement, Strategy, Structures, layouts_on, register
+from .base import Call, InputPlacement, Strategy, Structures, layouts_on
+from .registry import builtin_rule
 
 aten = torch.ops.aten
 
 
 def _operators() -> list[Any]:
-    """torch's own, and the one transformers falls back to where torch has no kernel."""
+    """torch's operator, and the one transformers falls back to where torch has no kernel."""
     found: list[Any] = [aten._grouped_mm.default] if hasattr(aten, "_grouped_mm") else []
     try:
         import transformers.integrations.moe  # noqa: F401 -- defines the operator
@@ -25,12 +26,12 @@ def _operators() -> list[Any]:
 
 
 def _unit(call: Call) -> int:
-    """How many elements must stay together: torch's own kernel wants rows of whole 16 bytes."""
+    """How many elements must stay together: torch's kernel needs rows of a multiple of 16 bytes."""
     return max(16 // call.inputs[1].dtype.itemsize, 1) if call.target is not _fallback() else 1
 
 
-def _whole_rows(call: Call) -> Structures:
-    """Widths are cut in whole units, if they are made of them."""
+def _aligned_rows(call: Call) -> Structures:
+    """Widths are split in units of 16 bytes, if they are multiples of it, and not at all otherwise."""
     unit = _unit(call)
     found: Structures = {}
     if unit > 1 and len(call.inputs) == 3:
@@ -41,18 +42,18 @@ def _whole_rows(call: Call) -> Structures:
     return found
 
 
-@register(*_operators(), samples="grouped", free=True, structures=_whole_rows)
-def grouped_mm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """``x[rows of e] @ w[e]``: every expert split by width, on the way in (columns) or on the way out (rows)."""
+@builtin_rule(*_operators(), samples="grouped", free=True, structures=_aligned_rows)
+def grouped_mm(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """``x[rows of e] @ w[e]``: tensor parallelism of every expert, column-parallel or row-parallel."""
     if len(call.inputs) != 3 or call.inputs[0].ndim != 2 or call.inputs[1].ndim != 3:
         return
-    for layout in layouts_on(call, given, 1, 2):
+    for layout in layouts_on(call, placements, 1, 2):
         if not _aligned(call, layout, call.inputs[1].shape[2]):
             continue
         inputs = (REPLICATE, Shard.of(2, layout), REPLICATE)
         yield Strategy(inputs, (Shard.of(1, layout),), kind="column")
-    for layout in [*layouts_on(call, given, 0, 1), *layouts_on(call, given, 1, 1)]:
-        if not layout.has_copies and _aligned(call, layout, call.inputs[1].shape[1]):  # copies would count twice
+    for layout in [*layouts_on(call, placements, 0, 1), *layouts_on(call, placements, 1, 1)]:
+        if not layout.has_copies and _aligned(call, layout, call.inputs[1].shape[1]):  # copies would be summed twice
             yield Strategy((Shard.of(1, layout), Shard.of(1, layout), REPLICATE), (PARTIAL,), kind="row")
 
 

@@ -1,4 +1,4 @@
-"""Images and signals: operators that treat every channel of every example by itself, along its last dimensions."""
+"""Images and signals: operators along the last dimensions, independent for every example and channel."""
 
 from __future__ import annotations
 
@@ -9,27 +9,29 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Shard
-from .base import Call, InputPlacement, Strategy, is_partial, layouts_on, register
+from .base import Call, InputPlacement, Strategy, is_partial, layouts_on
+from .registry import builtin_rule
 
 aten = torch.ops.aten
 
 
 def _spatial(call: Call) -> int:
-    """The number of last dimensions that the operator works along, which its name says: ``avg_pool2d``."""
-    return next(n for n in (1, 2, 3) if f"{n}d" in call.target._schema.name)
+    """The number of last dimensions that the operator works along, from its name: ``avg_pool2d``."""
+    return next(n for n in (1, 2, 3) if f"{n}d" in call.op_name)
 
 
-def _channels(call: Call, given: Sequence[InputPlacement], sums: bool) -> Iterable[Strategy]:
-    placement = given[0]
-    if sums and is_partial(placement):
+def _channels(call: Call, placements: Sequence[InputPlacement], linear: bool) -> Iterable[Strategy]:
+    """Batch and channels may be sharded; a linear operator takes partial inputs too."""
+    placement = placements[0]
+    if linear and is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,) * len(call.outputs))
-    kept = call.inputs[0].ndim - _spatial(call)
-    if isinstance(placement, Shard) and all(d < kept for d in placement.dims):
-        if all(all(layout.ranges) for _, layout in placement.layouts):  # some refuse to work on nothing
+    spatial = call.inputs[0].ndim - _spatial(call)  # the first spatial dimension
+    if isinstance(placement, Shard) and all(d < spatial for d in placement.dims):
+        if all(all(layout.ranges) for _, layout in placement.layouts):  # some operators refuse empty tensors
             yield Strategy((placement,), (placement,) * len(call.outputs))
 
 
-@register(
+@builtin_rule(
     aten.avg_pool1d.default,
     aten.avg_pool2d.default,
     aten.avg_pool3d.default,
@@ -53,12 +55,12 @@ def _channels(call: Call, given: Sequence[InputPlacement], sums: bool) -> Iterab
     aten.upsample_trilinear3d,
     samples="image",
 )
-def resample(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Averages, copies and interpolations: batch and channels may be split, and a sum stays a sum."""
-    yield from _channels(call, given, sums=True)
+def resample(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Averages, copies and interpolations, which are linear: batch and channels, or partial."""
+    yield from _channels(call, placements, linear=True)
 
 
-@register(
+@builtin_rule(
     aten.max_pool1d.default,
     aten.max_pool2d.default,
     aten.max_pool3d.default,
@@ -70,21 +72,21 @@ def resample(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     aten.adaptive_max_pool3d.default,
     samples="image",
 )
-def max_pool(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """The largest of each window, and where it was inside its own channel: batch and channels may be split."""
-    yield from _channels(call, given, sums=False)
+def max_pool(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """The maximum of each window, and its index inside the channel: batch and channels."""
+    yield from _channels(call, placements, linear=False)
 
 
-@register(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, aten.grid_sampler.default, samples="image")
-def grid_sampler(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Points of each image: images with their points, channels with all points, and points by themselves."""
-    image, grid = given
+@builtin_rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default, aten.grid_sampler.default, samples="image")
+def grid_sampler(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Samples of images at points: sharded on the batch, on the channels, or on the points."""
+    image, grid = placements
     if is_partial(image):
         yield Strategy((PARTIAL, REPLICATE), (PARTIAL,))
-    for layout in dict.fromkeys([*layouts_on(call, given, 0, 0), *layouts_on(call, given, 1, 0)]):
+    for layout in dict.fromkeys([*layouts_on(call, placements, 0, 0), *layouts_on(call, placements, 1, 0)]):
         if all(layout.ranges):
             yield Strategy((Shard.of(0, layout),) * 2, (Shard.of(0, layout),))
-    for layout in layouts_on(call, given, 0, 1):
+    for layout in layouts_on(call, placements, 0, 1):
         if all(layout.ranges):
             yield Strategy((Shard.of(1, layout), REPLICATE), (Shard.of(1, layout),))
     if isinstance(grid, Shard) and grid.layouts and all(0 < d < call.inputs[1].ndim - 1 for d in grid.dims):
@@ -92,10 +94,10 @@ def grid_sampler(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strate
             yield Strategy((REPLICATE, grid), (Shard.of({d + 1: x for d, x in grid.layouts}),))
 
 
-@register(aten.im2col.default, aten.col2im.default, samples="image")
-def patches(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Windows as columns and back: the values of a channel's window lie together in the channel dimension."""
-    (placement,) = given
+@builtin_rule(aten.im2col.default, aten.col2im.default, samples="image")
+def patches(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Windows to columns and back: the values of a channel's window are adjacent in the channel dimension."""
+    (placement,) = placements
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))
     out = call.target is aten.im2col.default
@@ -112,10 +114,10 @@ def patches(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     yield Strategy((placement,), (Shard.of(box),))
 
 
-@register(aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default, samples="image")
-def fourier(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """A linear map along some dimensions; the others may be split."""
-    (placement,), n = given, call.inputs[0].ndim
+@builtin_rule(aten._fft_r2c.default, aten._fft_c2r.default, aten._fft_c2c.default, samples="image")
+def fourier(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """A linear map along some dimensions; the others may be sharded."""
+    (placement,), n = placements, call.inputs[0].ndim
     dims: Any = {d % n for d in call.args[1]}
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))

@@ -1,4 +1,4 @@
-"""Look-ups: embedding tables, index, gather, scatter."""
+"""Lookups: embedding tables, index, gather, scatter."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import UNPLACED, Call, InputPlacement, Strategy, is_one, is_partial, normalize_dim, register, same_size
+from .base import UNPLACED, Call, InputPlacement, Strategy, is_one, is_partial, normalize_dim, same_size
+from .registry import builtin_rule
 
 aten = torch.ops.aten
 
 
-@register(aten.embedding.default, samples="lookup", free=True)
-def embedding(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """A table split by token id: each rank looks up its own ids and the results add up."""
-    table, ids = given
+@builtin_rule(aten.embedding.default, samples="lookup", free=True)
+def embedding(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Vocabulary-parallel: each rank looks up the token ids of its rows, and the results are partial."""
+    table, ids = placements
     rows: list[Layout] = []
     if table is UNPLACED:
         rows = list(call.layouts.get((0, 0), ()))
@@ -31,12 +32,12 @@ def embedding(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]
         yield Strategy((REPLICATE, ids), (ids,))
 
 
-@register(aten.index.Tensor, samples="lookup")
-def index(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Dimensions of the source that no index touches keep their layouts."""
-    placement, indices = given[0], call.args[1]
+@builtin_rule(aten.index.Tensor, samples="lookup")
+def index(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """The dimensions of the source that are not indexed may be sharded."""
+    placement, indices = placements[0], call.args[1]
     if is_partial(placement):
-        yield Strategy((PARTIAL, *[REPLICATE] * (len(given) - 1)), (PARTIAL,))
+        yield Strategy((PARTIAL, *[REPLICATE] * (len(placements) - 1)), (PARTIAL,))
     if not isinstance(placement, Shard):
         return
     touched = [d for d, i in enumerate(indices) if i is not None]
@@ -50,28 +51,28 @@ def index(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     for d, layout in placement.layouts:
         before = sum(t < d for t in touched)
         box[d - before + (result if (not adjacent or d > touched[0]) else 0)] = layout
-    yield Strategy((placement, *[REPLICATE] * (len(given) - 1)), (Shard.of(box),))
+    yield Strategy((placement, *[REPLICATE] * (len(placements) - 1)), (Shard.of(box),))
 
 
-@register(aten.index_select.default, samples="lookup")
-def index_select(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
+@builtin_rule(aten.index_select.default, samples="lookup")
+def index_select(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Like index, on one dimension."""
-    placement, dim = given[0], normalize_dim(call.args[1], call.inputs[0].ndim)
+    placement, dim = placements[0], normalize_dim(call.args[1], call.inputs[0].ndim)
     if is_partial(placement):
         yield Strategy((PARTIAL, REPLICATE), (PARTIAL,))
     if isinstance(placement, Shard) and dim not in placement.dims:
         yield Strategy((placement, REPLICATE), (placement,))
 
 
-@register(aten.gather.default, samples="lookup")
-def gather(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Both sharded alike on dimensions of the same size that are not gathered along."""
+@builtin_rule(aten.gather.default, samples="lookup")
+def gather(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Both inputs sharded the same way, on dimensions of equal size other than the gathered one."""
     source, ids = call.inputs
     dim = normalize_dim(call.args[1], source.ndim)
-    if is_partial(given[0]):
+    if is_partial(placements[0]):
         yield Strategy((PARTIAL, REPLICATE), (PARTIAL,))
     seen: set[Placement] = set()
-    for placement in given:
+    for placement in placements:
         if not isinstance(placement, Shard) or dim in placement.dims or placement in seen:
             continue
         seen.add(placement)
@@ -79,26 +80,26 @@ def gather(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
             yield Strategy((placement, placement), (placement,))
 
 
-@register(aten.index_put.default, samples="lookup")
-def index_put(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Rows written or added at positions of adjacent dimensions; the others keep their layouts. A linear map."""
+@builtin_rule(aten.index_put.default, samples="lookup")
+def index_put(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Rows written or added at indices of adjacent dimensions; the others may be sharded. Linear in target and rows."""
     target, values, indices = call.inputs[0], call.inputs[-1], call.args[1]
     touched = [d for d, i in enumerate(indices) if i is not None]
     if not touched or touched != list(range(touched[0], touched[-1] + 1)):
         return
     if any(indices[d].dtype in (torch.bool, torch.uint8) for d in touched):
         return  # a mask may touch several dimensions
-    if is_partial(given[-1]) or is_partial(given[0]):
+    if is_partial(placements[-1]) or is_partial(placements[0]):
         yield Strategy((PARTIAL, *[REPLICATE] * len(touched), PARTIAL), (PARTIAL,))
     extra = max(indices[d].ndim for d in touched) - len(touched)
     lift = target.ndim + extra - values.ndim  # rows may be broadcast
     row_dim = {d: d - lift + (extra if d > touched[-1] else 0) for d in range(target.ndim) if d not in touched}
     boxes = []
-    if isinstance(given[0], Shard):
-        boxes.append(given[0].dims)
-    if isinstance(given[-1], Shard):
+    if isinstance(placements[0], Shard):
+        boxes.append(placements[0].dims)
+    if isinstance(placements[-1], Shard):
         target_dim = {r: d for d, r in row_dim.items()}
-        boxes.append({target_dim.get(d, -1): x for d, x in given[-1].layouts})
+        boxes.append({target_dim.get(d, -1): x for d, x in placements[-1].layouts})
     for box in boxes:
         if not box or any(d not in row_dim for d in box):
             continue
@@ -108,43 +109,43 @@ def index_put(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]
         yield Strategy((Shard.of(box), *[REPLICATE] * len(touched), row), (Shard.of(box),))
 
 
-@register(aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two, samples="lookup")
-def scatter(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """All sharded alike on dimensions of the same size that are not scattered along."""
+@builtin_rule(aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.scatter_reduce.two, samples="lookup")
+def scatter(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """All inputs sharded the same way, on dimensions of equal size other than the scattered one."""
     target = call.inputs[0]
     dim = normalize_dim(call.args[1], target.ndim)
-    sums = call.target in (aten.scatter.src, aten.scatter_add.default)
-    if sums and (is_partial(given[0]) or is_partial(given[2])):
-        yield Strategy((PARTIAL, REPLICATE, PARTIAL), (PARTIAL,))  # a linear map of both
-    for placement in dict.fromkeys(given):
+    linear = call.target in (aten.scatter.src, aten.scatter_add.default)
+    if linear and (is_partial(placements[0]) or is_partial(placements[2])):
+        yield Strategy((PARTIAL, REPLICATE, PARTIAL), (PARTIAL,))
+    for placement in dict.fromkeys(placements):
         if isinstance(placement, Shard) and dim not in placement.dims:
             if all(same_size(target.shape[d], t.shape[d]) for t in call.inputs for d in placement.dims if t.ndim > d):
                 yield Strategy((placement,) * len(call.inputs), (placement,))
 
 
-@register(aten.index_add.default, aten.index_copy.default, samples="lookup")
-def index_add(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Rows added or written along one dimension; target and rows sharded alike on the others. A linear map of both."""
+@builtin_rule(aten.index_add.default, aten.index_copy.default, samples="lookup")
+def index_add(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Rows added or written along one dimension; both sharded the same way on the others. Linear in target and rows."""
     dim = normalize_dim(call.args[1], call.inputs[0].ndim)
-    if is_partial(given[0]) or is_partial(given[2]):
+    if is_partial(placements[0]) or is_partial(placements[2]):
         yield Strategy((PARTIAL, REPLICATE, PARTIAL), (PARTIAL,))
-    for placement in dict.fromkeys([given[0], given[2]]):
+    for placement in dict.fromkeys([placements[0], placements[2]]):
         if isinstance(placement, Shard) and dim not in placement.dims:
             yield Strategy((placement, REPLICATE, placement), (placement,))
 
 
-@register(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, samples="lookup")
-def index_fill(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
+@builtin_rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, samples="lookup")
+def index_fill(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """One value along one dimension; the others may be sharded."""
-    placement = given[0]
+    placement = placements[0]
     if isinstance(placement, Shard) and normalize_dim(call.args[1], call.inputs[0].ndim) not in placement.dims:
-        yield Strategy((placement, *[REPLICATE] * (len(given) - 1)), (placement,))
+        yield Strategy((placement, *[REPLICATE] * (len(placements) - 1)), (placement,))
 
 
-@register(aten.histc.default, samples="lookup")
-def histogram(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Between bounds that are given, the counts of all elements are the sum of the counts of the shards."""
-    (placement,) = given
+@builtin_rule(aten.histc.default, samples="lookup")
+def histogram(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """With fixed bounds, the counts of all elements are the sum of the counts of the shards."""
+    (placement,) = placements
     low, high = call.arg(2, "min", 0), call.arg(3, "max", 0)
     if isinstance(placement, Shard) and not placement.has_copies and isinstance(low, (int, float)) and high > low:
         yield Strategy((placement,), (PARTIAL,))

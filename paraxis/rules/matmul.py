@@ -1,4 +1,4 @@
-"""Matrix products, and the linear layer."""
+"""Matmuls and the linear layer."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import Call, InputPlacement, Strategy, Tensor, layouts_on, register, same_size
+from .base import Call, InputPlacement, Strategy, Tensor, layouts_on, same_size
+from .registry import builtin_rule
 
 aten = torch.ops.aten
 
 
-@register(aten.linear.default, samples="matmul", free=True)
-def linear(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """``x @ w.T + b``: column (w by output), row (w by input), or x by rows with w whole."""
+@builtin_rule(aten.linear.default, samples="matmul", free=True)
+def linear(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """``x @ w.T + b``: column-parallel, row-parallel, or the rows of x sharded and w replicated."""
     bias = len(call.inputs) > 2
-    yield from _product(call, given, x=0, w=1, w_in=1, w_out=0, bias=2 if bias else None)
+    yield from _linear(call, placements, x=0, w=1, w_in=1, w_out=0, bias=2 if bias else None)
 
 
-@register(aten.addmm.default, samples="matmul", free=True)
-def addmm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
+@builtin_rule(aten.addmm.default, samples="matmul", free=True)
+def addmm(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """``b + x @ w``: a linear layer that stores its weight transposed."""
     if call.kwargs.get("beta", 1) != 1 or call.kwargs.get("alpha", 1) != 1 or call.inputs[0].ndim != 1:
         return
-    yield from _product(call, given, x=1, w=2, w_in=0, w_out=1, bias=0)
+    yield from _linear(call, placements, x=1, w=2, w_in=0, w_out=1, bias=0)
 
 
-def _product(
-    call: Call, given: Sequence[InputPlacement], x: int, w: int, w_in: int, w_out: int, bias: int | None
+def _linear(
+    call: Call, placements: Sequence[InputPlacement], x: int, w: int, w_in: int, w_out: int, bias: int | None
 ) -> Iterable[Strategy]:
+    """The strategies of a linear layer: the positions of its inputs, and the dimensions of its weight."""
     if call.inputs[w].ndim != 2:
         return
     last = call.inputs[x].ndim - 1
@@ -42,26 +44,26 @@ def _product(
             inputs[bias] = pb
         return Strategy(tuple(inputs), (out,), kind=kind)
 
-    for layout in layouts_on(call, given, w, w_out):
+    for layout in layouts_on(call, placements, w, w_out):
         column, vector = Shard.of(w_out, layout), Shard.of(0, layout)
         yield strategy(REPLICATE, column, vector, Shard.of(out_last, layout), "column")
-    for layout in [*layouts_on(call, given, x, last), *layouts_on(call, given, w, w_in)]:
-        if layout.has_copies:  # what lives on two ranks would be counted twice
+    for layout in [*layouts_on(call, placements, x, last), *layouts_on(call, placements, w, w_in)]:
+        if layout.has_copies:  # what is on two ranks would be summed twice
             continue
         yield strategy(Shard.of(last, layout), Shard.of(w_in, layout), PARTIAL, PARTIAL, "row")
-    px = given[x]
+    px = placements[x]
     if isinstance(px, Shard) and last not in px.dims:
         yield strategy(px, REPLICATE, REPLICATE, px)
 
 
-@register(aten.matmul.default, aten.mm.default, aten.bmm.default, samples="matmul")
-def matmul(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Batch dimensions side by side, rows of the left, columns of the right, or the contraction, as partial sums."""
+@builtin_rule(aten.matmul.default, aten.mm.default, aten.bmm.default, samples="matmul")
+def matmul(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Batch dimensions, rows of the left, columns of the right, or the contracted dimension (partial results)."""
     left, right = call.inputs
     if left.ndim < 1 or right.ndim < 2 or (left.ndim == 1 and right.ndim > 2):
         return
     n = call.out.ndim
-    for side, placement in enumerate(given):
+    for side, placement in enumerate(placements):
         if not isinstance(placement, Shard) or len(placement.layouts) != 1:
             continue
         dim, layout = placement.layouts[0]
@@ -69,9 +71,10 @@ def matmul(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
 
 
 def _matmul_dim(left: Tensor, right: Tensor, n: int, side: int, dim: int, layout: Layout) -> Iterable[Strategy]:
+    """The strategy of a matmul of which one side is sharded on one dimension."""
     contract = (left.ndim - 1, right.ndim - 2)
     if dim == contract[side]:
-        if layout.has_copies:  # what lives on two ranks would be counted twice
+        if layout.has_copies:  # what is on two ranks would be summed twice
             return
         inputs = (Shard.of(contract[0], layout), Shard.of(contract[1], layout))
         yield Strategy(inputs, (PARTIAL,), kind="row")
@@ -92,11 +95,11 @@ def _batch(tensor: Tensor, out_dim: int, n: int, layout: Layout) -> Placement:
     return Shard.of(dim, layout)
 
 
-@register(aten.baddbmm.default, samples="matmul")
-def baddbmm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """``beta * c + alpha * a @ b``: sharded on the batch."""
+@builtin_rule(aten.baddbmm.default, samples="matmul")
+def baddbmm(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """``beta * c + alpha * a @ b``: the batch."""
     addend, left, right = call.inputs
-    for tensor, placement in zip(call.inputs, given, strict=True):
+    for tensor, placement in zip(call.inputs, placements, strict=True):
         if not isinstance(placement, Shard) or len(placement.layouts) != 1:
             continue
         dim, layout = placement.layouts[0]
@@ -105,12 +108,12 @@ def baddbmm(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
             yield Strategy(tuple(batch), (Shard.of(0, layout),))
 
 
-@register(aten.linalg_solve_triangular.default, samples="matmul")
-def solve_triangular(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Matrices of a batch side by side; of one system, the right-hand sides that are not multiplied together."""
+@builtin_rule(aten.linalg_solve_triangular.default, samples="matmul")
+def solve_triangular(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """The batch, or the right-hand sides of a system, which are independent of each other."""
     n, left = call.out.ndim, call.kwargs.get("left", True)
     side = n - 1 if left else n - 2
-    for tensor, placement in zip(call.inputs, given, strict=True):
+    for tensor, placement in zip(call.inputs, placements, strict=True):
         if not isinstance(placement, Shard) or len(placement.layouts) != 1:
             continue
         dim, layout = placement.layouts[0]
@@ -122,17 +125,17 @@ def solve_triangular(call: Call, given: Sequence[InputPlacement]) -> Iterable[St
             yield Strategy((REPLICATE, placement), (Shard.of(out, layout),))
 
 
-@register(aten._cdist_forward.default, samples="matmul")
-def distances(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Every point of the left from every one of the right: either may be split, not the coordinates."""
+@builtin_rule(aten._cdist_forward.default, samples="matmul")
+def distances(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Distances between all points of the left and of the right: the points of either, not the coordinates."""
     n = call.out.ndim
     for k, tensor in enumerate(call.inputs):
-        for layout in layouts_on(call, given, k, tensor.ndim - 2):
+        for layout in layouts_on(call, placements, k, tensor.ndim - 2):
             mine = Shard.of(tensor.ndim - 2, layout)
             yield Strategy((mine, REPLICATE) if k == 0 else (REPLICATE, mine), (Shard.of(n - 2 + k, layout),))
         for d in range(tensor.ndim - 2):
             out = d + n - tensor.ndim
-            for layout in layouts_on(call, given, k, d):
+            for layout in layouts_on(call, placements, k, d):
                 if same_size(tensor.shape[d], call.out.shape[out]):
                     batch = [_batch(t, out, n, layout) for t in call.inputs]
                     yield Strategy(tuple(batch), (Shard.of(out, layout),))

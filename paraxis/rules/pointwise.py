@@ -1,4 +1,4 @@
-"""Elementwise operators, with broadcasting."""
+"""Pointwise operators, with broadcasting."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Placement, Shard
-from .base import Call, InputPlacement, Strategy, Tensor, draws, is_one, is_partial, register, same_size
+from .base import Call, InputPlacement, Strategy, Tensor, draws, is_one, is_partial, same_size
+from .registry import builtin_rule
 
 aten = torch.ops.aten
 
 
 def _pointwise_ops() -> list[Any]:
-    """Every ATen operator that torch itself tags as pointwise, and the copies and casts that are too."""
+    """Every functional ATen operator that torch tags as pointwise."""
     found = []
     for name in dir(aten):
         packet = getattr(aten, name)
@@ -27,8 +28,8 @@ def _pointwise_ops() -> list[Any]:
     return found
 
 
-_COPIES = [
-    aten.leaky_relu.default,  # not every torch calls it pointwise
+_UNTAGGED = [
+    aten.leaky_relu.default,  # not every version of torch tags it
     aten.to,
     aten._to_copy,
     aten.type_as,
@@ -58,21 +59,21 @@ _COPIES = [
 ]
 
 _LINEAR = {"to", "_to_copy", "contiguous", "clone", "alias", "detach", "lift_fresh_copy", "neg", "type_as"}
-"""Of one tensor: the operator of a sum is the sum of the operator."""
+"""Linear operators of one tensor: partial inputs give partial results."""
 
 
-@register(*_pointwise_ops(), *_COPIES, samples="pointwise", free=True)
-def pointwise(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Follow each sharded input; the others are brought to the same box, less the dimensions they broadcast."""
+@builtin_rule(*_pointwise_ops(), *_UNTAGGED, samples="pointwise", free=True)
+def pointwise(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Follow each sharded input; the others get the same placement, without the dimensions they broadcast."""
     ndim = call.out.ndim
     random = draws(call)
-    features = random and call.target._schema.name == "aten::feature_dropout"  # drops whole (batch, feature) planes
+    features = random and call.op_name == "feature_dropout"  # drops entire (batch, feature) planes
     seen: set[Placement] = set()
-    for tensor, placement in zip(call.inputs, given, strict=True):
+    for tensor, placement in zip(call.inputs, placements, strict=True):
         if not isinstance(placement, Shard):
             continue
         lift = ndim - tensor.ndim
-        if lift < 0:  # only a dtype is taken from it
+        if lift < 0:  # only its dtype is used
             continue
         out = Shard.of({d + lift: x for d, x in placement.layouts})
         if out in seen or not all(same_size(call.out.shape[d], tensor.shape[d - lift]) for d in out.dims):
@@ -81,21 +82,21 @@ def pointwise(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]
             continue
         seen.add(out)
         yield Strategy(tuple(restrict(out, t, ndim) for t in call.inputs), (out,) * len(call.outputs))
-    yield from _partial(call, given)
+    yield from _partial(call, placements)
 
 
 def restrict(out: Shard, tensor: Tensor, ndim: int) -> Placement:
-    """The part of the output's box that an input with broadcast dimensions has."""
+    """The placement of an input, from that of the output: without the dimensions that the input broadcasts."""
     lift = ndim - tensor.ndim
     box = Shard.of({d - lift: x for d, x in out.layouts if d >= lift and not is_one(tensor.shape[d - lift])})
     return box if box.layouts or not out.layouts else REPLICATE
 
 
-def _partial(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Sums pass through linear operators."""
-    if not any(is_partial(p) for p in given) or not isinstance(call.target, torch._ops.OpOverload):
+def _partial(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Linear operators take partial inputs."""
+    if not any(is_partial(p) for p in placements) or not isinstance(call.target, torch._ops.OpOverload):
         return
-    name = call.target._schema.name.removeprefix("aten::")
+    name = call.op_name
     if name in ("add", "sub") and len(call.inputs) == 2:
         yield Strategy((PARTIAL, PARTIAL), (PARTIAL,))
     elif (name in _LINEAR and len(call.inputs) == 1 and _keeps_precision(call)) or (
@@ -103,13 +104,13 @@ def _partial(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     ):
         yield Strategy((PARTIAL,), (PARTIAL,))
     elif name in ("mul", "div") and len(call.inputs) == 2 and not call.kwargs.get("rounding_mode"):
-        if is_partial(given[0]):
+        if is_partial(placements[0]):
             yield Strategy((PARTIAL, REPLICATE), (PARTIAL,))
-        if is_partial(given[1]) and name == "mul":
+        if is_partial(placements[1]) and name == "mul":
             yield Strategy((REPLICATE, PARTIAL), (PARTIAL,))
 
 
 def _keeps_precision(call: Call) -> bool:
-    """Terms of a sum must not be rounded before they are added."""
+    """Partial values must not be rounded before they are summed."""
     source, result = call.inputs[0].dtype, call.out.dtype
     return source.is_floating_point and result.is_floating_point and result.itemsize >= source.itemsize

@@ -1,4 +1,4 @@
-"""Operators that cut a dimension into pieces or put pieces together: where packed layouts come from and go."""
+"""Split, slice, concatenate, stack, pad: where packed layouts come from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, Layout, Placement, Shard
-from .base import Call, InputPlacement, Strategy, is_partial, normalize_dim, register
+from .base import Call, InputPlacement, LocalCall, Strategy, is_partial, normalize_dim
+from .registry import builtin_rule
 
 aten = torch.ops.aten
 
@@ -17,13 +18,13 @@ aten = torch.ops.aten
 def pieces(call: Call) -> tuple[int, list[int]] | None:
     """(dimension, sizes) of a split, chunk or tensor_split; None if sizes are symbolic."""
     n = call.inputs[0].ndim
-    name = call.target._schema.name.removeprefix("aten::")
+    name = call.op_name
     dim = normalize_dim(call.arg(2 if name != "unbind" else 1, "dim", 0), n)
     sizes = [1 if name == "unbind" else out.shape[dim] for out in call.outputs]
     return (dim, sizes) if all(isinstance(s, int) for s in sizes) else None
 
 
-@register(
+@builtin_rule(
     aten.split_with_sizes,
     aten.split,
     aten.chunk,
@@ -32,9 +33,9 @@ def pieces(call: Call) -> tuple[int, list[int]] | None:
     aten.unsafe_split,
     samples="split",
 )
-def split(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Each piece takes its part of the layout."""
-    (placement,), found = given, pieces(call)
+def split(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Each piece gets its slice of the layout."""
+    (placement,), found = placements, pieces(call)
     count = len(call.outputs)
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,) * count)
@@ -55,7 +56,7 @@ def split(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
 
 def _local_split(
     target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, dim: int, sizes: list[int], layout: Layout
-) -> tuple[Any, list[Any], dict[str, Any]]:
+) -> LocalCall:
     local, start = [], 0
     for size in sizes:
         a, b = layout.local_slice(sum(sizes), start, start + size, rank)
@@ -64,22 +65,23 @@ def _local_split(
     return aten.split_with_sizes.default, [args[0], local, dim], {}
 
 
-@register(aten.unbind.int, samples="split")
-def unbind(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """A dimension becomes a tuple; the others keep their layouts."""
-    (placement,) = given
+@builtin_rule(aten.unbind.int, samples="split")
+def unbind(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """A dimension becomes a tuple; the others may be sharded."""
+    (placement,) = placements
     dim = normalize_dim(call.arg(1, "dim", 0), call.inputs[0].ndim)
     yield from _without(placement, dim, len(call.outputs))
 
 
-@register(aten.select.int, samples="split")
-def select(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
+@builtin_rule(aten.select.int, samples="split")
+def select(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """One index of a dimension that is not sharded."""
-    (placement,) = given
+    (placement,) = placements
     yield from _without(placement, normalize_dim(call.args[1], call.inputs[0].ndim), 1)
 
 
 def _without(placement: InputPlacement, dim: int, count: int) -> Iterable[Strategy]:
+    """A dimension disappears; there are ``count`` results."""
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,) * count)
     if isinstance(placement, Shard) and dim not in placement.dims:
@@ -88,7 +90,7 @@ def _without(placement: InputPlacement, dim: int, count: int) -> Iterable[Strate
 
 
 def stride(call: Call) -> tuple[int, int] | None:
-    """(dimension, step) of a slice that takes every ``step``-th index, all the way: one part of interleaved ones."""
+    """(dimension, step) of a slice that takes every ``step``-th index of the dimension: one of interleaved parts."""
     dim = normalize_dim(call.arg(1, "dim", 0), call.inputs[0].ndim)
     size, step = call.inputs[0].shape[dim], call.arg(4, "step", 1)
     start, stop = call.arg(2, "start", None) or 0, call.arg(3, "end", None)
@@ -110,10 +112,10 @@ def bounds(call: Call) -> tuple[int, int, int] | None:
     return dim, start, max(start, stop)
 
 
-@register(aten.slice.Tensor, samples="split")
-def slice_(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """A range of a dimension: of a sharded one, each rank takes what it holds of the range."""
-    (placement,) = given
+@builtin_rule(aten.slice.Tensor, samples="split")
+def slice_(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """A range of a dimension: if it is sharded, each rank takes what it holds of the range."""
+    (placement,) = placements
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))
     if not isinstance(placement, Shard):
@@ -124,7 +126,7 @@ def slice_(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
         return
     strided, found = stride(call), bounds(call)
     if strided is not None:
-        part = placement.dims[dim].unscale(strided[1])  # whole groups of interleaved indices
+        part = placement.dims[dim].unscale(strided[1])  # groups of interleaved indices stay together
         if part is not None:
             yield Strategy((placement,), (Shard.of({**placement.dims, dim: part}),))
     if found is None:
@@ -135,7 +137,7 @@ def slice_(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
         yield Strategy((placement,), (placement,))
     elif stop > start:
         part = layout.slice(size, start, stop)
-        if all(part.ranges):  # every rank has something left
+        if all(part.ranges):  # no rank is left with nothing
             out = Shard.of({**placement.dims, dim: part})
             local = partial(_local_slice, dim=dim, size=size, start=start, stop=stop, layout=layout)
             yield Strategy((placement,), (out,), localize=local)
@@ -151,7 +153,7 @@ def _local_slice(
     start: int,
     stop: int,
     layout: Layout,
-) -> tuple[Any, list[Any], dict[str, Any]]:
+) -> LocalCall:
     a, b = layout.local_slice(size, start, stop, rank)
     return target, [args[0], dim, a, b], {}
 
@@ -160,19 +162,19 @@ def _is_empty(shape: tuple[Any, ...]) -> bool:
     return len(shape) == 1 and isinstance(shape[0], int) and shape[0] == 0
 
 
-@register(aten.cat.default, samples="split")
-def cat(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Along another dimension all pieces share a box; along the sharded one the result is packed."""
+@builtin_rule(aten.cat.default, samples="split")
+def cat(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Sharded on another dimension, all inputs the same way; sharded on this dimension, the result is packed."""
     real = [t for t in call.inputs if not _is_empty(t.shape)]
     if not real:
         return
     dim = normalize_dim(call.arg(1, "dim", 0), call.out.ndim)
     skip = [_is_empty(t.shape) for t in call.inputs]
-    if any(is_partial(p) for p in given):
-        yield Strategy((PARTIAL,) * len(given), (PARTIAL,))
-    packed = _packed(call, given, dim, skip)
+    if any(is_partial(p) for p in placements):
+        yield Strategy((PARTIAL,) * len(placements), (PARTIAL,))
+    packed = _packed(call, placements, dim, skip)
     seen: set[Placement] = set()
-    for placement in given:
+    for placement in placements:
         if isinstance(placement, Shard) and placement not in seen and dim not in placement.dims:
             seen.add(placement)
             inputs = tuple(Shard(()) if s else placement for s in skip)
@@ -181,11 +183,11 @@ def cat(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
         yield packed
 
 
-def _packed(call: Call, given: Sequence[InputPlacement], dim: int, skip: list[bool]) -> Strategy | None:
-    """Pieces that are all sharded on the dimension they are joined along."""
+def _packed(call: Call, placements: Sequence[InputPlacement], dim: int, skip: list[bool]) -> Strategy | None:
+    """All inputs sharded on the dimension they are concatenated along."""
     box: dict[int, Layout] | None = None
     parts = []
-    for tensor, placement, empty in zip(call.inputs, given, skip, strict=True):
+    for tensor, placement, empty in zip(call.inputs, placements, skip, strict=True):
         if empty:
             continue
         if not isinstance(placement, Shard) or dim not in placement.dims or not isinstance(tensor.shape[dim], int):
@@ -196,25 +198,25 @@ def _packed(call: Call, given: Sequence[InputPlacement], dim: int, skip: list[bo
         box = others
         parts.append((tensor.shape[dim], placement.dims[dim]))
     out = Shard.of({**(box or {}), dim: Layout.concat(parts)})
-    inputs = tuple(Shard(()) if e else p for p, e in zip(given, skip, strict=True))
+    inputs = tuple(Shard(()) if e else p for p, e in zip(placements, skip, strict=True))
     return Strategy(inputs, (out,))  # type: ignore[arg-type]
 
 
-@register(aten.stack.default, samples="split")
-def stack(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """A new dimension; all pieces share a box."""
+@builtin_rule(aten.stack.default, samples="split")
+def stack(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """A new dimension; all inputs are sharded the same way."""
     dim = normalize_dim(call.arg(1, "dim", 0), call.out.ndim)
-    if any(is_partial(p) for p in given):
-        yield Strategy((PARTIAL,) * len(given), (PARTIAL,))
-    for placement in {p for p in given if isinstance(p, Shard)}:
+    if any(is_partial(p) for p in placements):
+        yield Strategy((PARTIAL,) * len(placements), (PARTIAL,))
+    for placement in {p for p in placements if isinstance(p, Shard)}:
         out = Shard.of({d + (d >= dim): x for d, x in placement.layouts})
-        yield Strategy((placement,) * len(given), (out,))
+        yield Strategy((placement,) * len(placements), (out,))
 
 
-@register(aten.constant_pad_nd.default, samples="split")
-def pad(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
+@builtin_rule(aten.constant_pad_nd.default, samples="split")
+def pad(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Padding of dimensions that are not sharded."""
-    (placement,), n = given, call.inputs[0].ndim
+    (placement,), n = placements, call.inputs[0].ndim
     widths = call.args[1]
     if is_partial(placement) and not call.arg(2, "value", 0):
         yield Strategy((PARTIAL,), (PARTIAL,))
@@ -223,36 +225,36 @@ def pad(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
         yield Strategy((placement,), (placement,))
 
 
-@register(aten.slice_scatter.default, aten.select_scatter.default, samples="split")
-def scatter_part(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """A part of a dimension that is not sharded is replaced. A linear map of both."""
+@builtin_rule(aten.slice_scatter.default, aten.select_scatter.default, samples="split")
+def scatter_part(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """A part of a dimension that is not sharded is replaced. Linear in both inputs."""
     dim = normalize_dim(call.arg(2, "dim", 0), call.inputs[0].ndim)
     gone = call.target is aten.select_scatter.default
-    if any(is_partial(p) for p in given):
+    if any(is_partial(p) for p in placements):
         yield Strategy((PARTIAL, PARTIAL), (PARTIAL,))
-    boxes = [p.dims for p in given[:1] if isinstance(p, Shard)]
-    if isinstance(given[1], Shard):
-        boxes.append({d + (gone and d >= dim): x for d, x in given[1].layouts})
+    boxes = [p.dims for p in placements[:1] if isinstance(p, Shard)]
+    if isinstance(placements[1], Shard):
+        boxes.append({d + (gone and d >= dim): x for d, x in placements[1].layouts})
     for box in boxes:
         if box and dim not in box:
             inner = Shard.of({d - (gone and d > dim): x for d, x in box.items()})
             yield Strategy((Shard.of(box), inner), (Shard.of(box),))
 
 
-@register(aten.unfold.default, samples="split")
-def windows(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
+@builtin_rule(aten.unfold.default, samples="split")
+def windows(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Windows along a dimension that is not sharded, as a new last one."""
-    (placement,) = given
+    (placement,) = placements
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))
     if isinstance(placement, Shard) and normalize_dim(call.args[1], call.inputs[0].ndim) not in placement.dims:
         yield Strategy((placement,), (placement,))
 
 
-@register(aten.diagonal.default, samples="split")
-def diagonal(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Two dimensions become one, the last; the others keep their layouts."""
-    (placement,), n = given, call.inputs[0].ndim
+@builtin_rule(aten.diagonal.default, samples="split")
+def diagonal(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Two dimensions become one, the last; the others may be sharded."""
+    (placement,), n = placements, call.inputs[0].ndim
     gone = {normalize_dim(call.arg(2, "dim1", 0), n), normalize_dim(call.arg(3, "dim2", 1), n)}
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))
@@ -260,10 +262,10 @@ def diagonal(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
         yield Strategy((placement,), (Shard.of({d - sum(g < d for g in gone): x for d, x in placement.layouts}),))
 
 
-@register(aten.tril.default, aten.triu.default, samples="split")
-def triangle(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """A part of every matrix is kept: the matrices side by side. A linear map."""
-    (placement,) = given
+@builtin_rule(aten.tril.default, aten.triu.default, samples="split")
+def triangle(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """The lower or upper triangle of every matrix: the batch may be sharded. Linear."""
+    (placement,) = placements
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))
     if isinstance(placement, Shard) and all(d < call.inputs[0].ndim - 2 for d in placement.dims):

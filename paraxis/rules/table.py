@@ -2,18 +2,18 @@
 
     table("S(0), R -> S(0)", "S(-1), S(0) -> S(-1)", "P, R -> P")
 
-A line has one entry for every tensor among the inputs, an arrow, and one for every tensor of the result:
+A line has one entry for every input tensor, an arrow, and one entry for every tensor of the result:
 
-- ``R``: every rank has all of it.
-- ``P``: every rank has a term of a sum.
-- ``S(d)``: cut along dimension ``d``; a negative one counts from the end. All entries of a line that are cut have
-  dimensions of the same size there, with the same layout. The line is not offered for other sizes.
-- ``S(d x2)``: the dimension is packed from two segments (``[gate|up]``), each cut like the other entries.
-- ``S(d*)``: its size may be a whole multiple of the others', or the reverse: one index of the short dimension stands
-  for as many consecutive ones of the long.
+- ``R``: replicated.
+- ``P``: partial.
+- ``S(d)``: sharded on dimension ``d``; a negative one counts from the end. All sharded dimensions of a line have the
+  same size and the same layout. The line does not apply to other sizes.
+- ``S(d x2)``: the dimension is packed from two segments (``[gate|up]``), each sharded like the other entries.
+- ``S(d*)``: the size may be a multiple of the others', or the reverse: one index of the short dimension stands for
+  several consecutive ones of the long.
 
-Integers among the arguments that count something along the cut dimension are named after a semicolon, as in
-``"S(2), S(2) -> S(2); num_heads"``: each rank gets its share of them, and the dimension is cut between whole units.
+Integer arguments that count units of the sharded dimension are named after a semicolon, as in
+``"S(2), S(2) -> S(2); num_heads"``: each rank gets its share of them, and the dimension is split between units.
 """
 
 from __future__ import annotations
@@ -26,14 +26,32 @@ from math import lcm
 from typing import Any
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import Call, InputPlacement, Rule, Strategy, Structures, Tensor, draws, is_partial, layouts_on, same_size
+from .base import (
+    Call,
+    InputPlacement,
+    LocalCall,
+    Rule,
+    Strategy,
+    Structures,
+    Tensor,
+    draws,
+    is_partial,
+    layouts_on,
+    same_size,
+)
+
+Shares = dict[tuple[int, str], tuple[int, ...]]
+"""For integer arguments, by (position, name): the share of every rank."""
 
 _ENTRY = re.compile(r"R|P|S\(\s*(-?\d+)\s*(?:x\s*(\d+)|(\*))?\s*\)")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The placement of one tensor in a line: its ``dim`` is cut, in each of ``repeats`` segments, or as a multiple."""
+    """The placement of one tensor in a line.
+
+    ``letter`` is R, P or S; ``dim`` is sharded, in each of ``repeats`` segments, or as a ``multiple``.
+    """
 
     letter: str
     dim: int = 0
@@ -46,12 +64,12 @@ class Entry:
         return f"S({self.dim}{'*' if self.multiple else ''}{f' x{self.repeats}' if self.repeats > 1 else ''})"
 
     def at(self, tensor: Tensor) -> int | None:
-        """The dimension that is cut, counted from the front; None if the tensor does not have it."""
+        """The sharded dimension, counted from the front; None if the tensor does not have it."""
         dim = self.dim + tensor.ndim if self.dim < 0 else self.dim
         return dim if 0 <= dim < tensor.ndim else None
 
     def size(self, tensor: Tensor) -> Any:
-        """The size of the dimension that is cut, or of one of its segments; None if there is no such."""
+        """The size of the sharded dimension, or of one of its segments; None if there is none of this size."""
         dim = self.at(tensor)
         if dim is None or self.repeats == 1:
             return None if dim is None else tensor.shape[dim]
@@ -60,15 +78,18 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A layout, the size of the dimension it was found on (of one segment of it), and whether others may differ."""
+class Sharding:
+    """How the sharded entries of a line are split.
+
+    The layout, the size of the dimension (or segment) it was found on, and whether other sizes may be multiples of it.
+    """
 
     layout: Layout
     size: Any
     multiple: bool = False
 
     def on(self, entry: Entry, tensor: Tensor) -> Placement | None:
-        """The placement of an entry, or None if its dimension cannot be cut like this one."""
+        """The placement of an entry under this sharding; None if its dimension cannot be split like this."""
         if entry.letter != "S":
             return PARTIAL if entry.letter == "P" else REPLICATE
         dim, size = entry.at(tensor), entry.size(tensor)
@@ -97,66 +118,66 @@ class Line:
 
     @classmethod
     def parse(cls, text: str) -> Line:
-        """The line that a text says; a ValueError quotes what cannot be read."""
+        """Parse a line; a ValueError quotes what is wrong."""
         entries, _, names = text.partition(";")
         before, arrow, after = entries.partition("->")
         if not arrow:
-            raise ValueError(f"a line of a rule is written 'S(0), R -> S(0)', not {text!r}: there is no arrow")
+            raise ValueError(f"a line of a rule looks like 'S(0), R -> S(0)'; {text!r} has no arrow")
         line = cls(_entries(before, text), _entries(after, text), tuple(names.replace(",", " ").split()))
         if not all(name.isidentifier() for name in line.local):
-            raise ValueError(f"in {text!r}: after the semicolon come names of arguments")
+            raise ValueError(f"in {text!r}: the words after the semicolon must be names of arguments")
         if all(e.letter == "R" for e in line.inputs):
-            raise ValueError(f"{text!r} divides no input: running everything whole is always allowed")
+            raise ValueError(f"{text!r} shards no input: running everything replicated is always allowed")
         if line.local and all(e.letter != "S" for e in line.inputs):
-            raise ValueError(f"in {text!r}: a number becomes local only where an input is cut")
+            raise ValueError(f"in {text!r}: an integer can only become local if an input is sharded")
         if any(e.letter == "S" for e in line.outputs) and all(e.letter != "S" for e in line.inputs):
-            raise ValueError(f"in {text!r}: a result is cut, but no input is that says where")
+            raise ValueError(f"in {text!r}: a result is sharded, but no input that determines how")
         return line
 
     def __str__(self) -> str:
         text = f"{', '.join(map(str, self.inputs))} -> {', '.join(map(str, self.outputs))}"
         return f"{text}; {', '.join(self.local)}" if self.local else text
 
-    def offer(self, call: Call, given: Sequence[InputPlacement]) -> Iterator[Strategy]:
-        """The strategies of this line where an input is now as the line wants it."""
+    def strategies(self, call: Call, placements: Sequence[InputPlacement]) -> Iterator[Strategy]:
+        """The strategies of this line, if one of the inputs is placed as the line says."""
         if len(self.inputs) != len(call.inputs) or len(self.outputs) != len(call.outputs):
             return
         if all(e.letter != "S" for e in self.inputs):
-            if not draws(call) and any(e.letter == "P" and is_partial(p) for e, p in zip(self.inputs, given)):
-                yield Strategy(_sums(self.inputs), _sums(self.outputs))
+            if not draws(call) and any(e.letter == "P" and is_partial(p) for e, p in zip(self.inputs, placements)):
+                yield Strategy(_unsharded(self.inputs), _unsharded(self.outputs))
             return
         entries = [*zip(self.inputs, call.inputs), *zip(self.outputs, call.outputs)]
         plain = [e.size(t) for e, t in entries if e.letter == "S" and not e.multiple]
         if any(not same_size(size, plain[0]) for size in plain):
             return
-        for cut in self.cuts(call, given):
-            if (any(e.letter == "P" for e in self.outputs) or draws(call)) and cut.layout.has_copies:
-                continue  # what lives on two ranks would be counted twice, or drawn twice
-            inputs = [cut.on(e, t) for e, t in zip(self.inputs, call.inputs)]
-            outputs = [cut.on(e, t) for e, t in zip(self.outputs, call.outputs)]
-            shares = self.shares(call, cut)
+        for sharding in self.shardings(call, placements):
+            if (any(e.letter == "P" for e in self.outputs) or draws(call)) and sharding.layout.has_copies:
+                continue  # what is on two ranks would be summed twice, or drawn twice
+            inputs = [sharding.on(e, t) for e, t in zip(self.inputs, call.inputs)]
+            outputs = [sharding.on(e, t) for e, t in zip(self.outputs, call.outputs)]
+            shares = self.shares(call, sharding)
             if shares is not None and all(p is not None for p in (*inputs, *outputs)):
                 localize = partial(localize_shares, shares=shares) if shares else None
                 yield Strategy(tuple(inputs), tuple(outputs), localize)  # type: ignore[arg-type]
 
-    def cuts(self, call: Call, given: Sequence[InputPlacement]) -> Iterator[Cut]:
-        """How the inputs that this line cuts are cut now."""
+    def shardings(self, call: Call, placements: Sequence[InputPlacement]) -> Iterator[Sharding]:
+        """How those inputs that this line shards are sharded now."""
         for i, (entry, tensor) in enumerate(zip(self.inputs, call.inputs)):
             dim, size = entry.at(tensor), entry.size(tensor)
             if entry.letter != "S" or dim is None or size is None:
                 continue
-            for layout in layouts_on(call, given, i, dim):
+            for layout in layouts_on(call, placements, i, dim):
                 if layout.fits(size):
-                    yield Cut(layout, size, entry.multiple)
+                    yield Sharding(layout, size, entry.multiple)
 
-    def shares(self, call: Call, cut: Cut) -> dict[tuple[int, str], tuple[int, ...]] | None:
-        """Every rank's share of the named integers, by their position and name; None if one cannot be shared out."""
-        found: dict[tuple[int, str], tuple[int, ...]] = {}
+    def shares(self, call: Call, sharding: Sharding) -> Shares | None:
+        """Every rank's share of the named integers; None if the sharding splits a unit or leaves a rank with none."""
+        found: Shares = {}
         for name in self.local:
             position, value = argument(call, name)
-            if type(value) is not int or value < 1 or not isinstance(cut.size, int) or cut.size % value:
+            if type(value) is not int or value < 1 or not isinstance(sharding.size, int) or sharding.size % value:
                 return None
-            units = cut.layout.unscale(cut.size // value)
+            units = sharding.layout.unscale(sharding.size // value)
             if units is None or not units.fits(value):
                 return None
             each = tuple(units.local_size(value, rank) for rank in range(units.world))
@@ -167,18 +188,16 @@ class Line:
 
 
 def argument(call: Call, name: str) -> tuple[int, Any]:
-    """(position, value) of an argument of a call by its name; a ValueError if the operator has none of this name."""
+    """(position, value) of an argument of a call by its name; a ValueError if the operator has no such argument."""
     arguments = call.target._schema.arguments
     for position, argument in enumerate(arguments):
         if argument.name == name:
             return position, call.arg(position, name, argument.default_value)
-    raise ValueError(f"{call.target} has no argument {name!r}, but {', '.join(a.name for a in arguments)}")
+    raise ValueError(f"{call.target} has no argument {name!r}; it has {', '.join(a.name for a in arguments)}")
 
 
-def localize_shares(
-    target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, shares: dict[tuple[int, str], tuple[int, ...]]
-) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The call of a rank, the named integers replaced by its share of them."""
+def localize_shares(target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, shares: Shares) -> LocalCall:
+    """The call of a rank: the named integers replaced by its share of them."""
     for (position, name), each in shares.items():
         if position < len(args):
             args[position] = each[rank]
@@ -187,11 +206,13 @@ def localize_shares(
     return target, args, kwargs
 
 
-def _sums(entries: Sequence[Entry]) -> tuple[Placement, ...]:
+def _unsharded(entries: Sequence[Entry]) -> tuple[Placement, ...]:
+    """The placements of entries that are all partial or replicated."""
     return tuple(PARTIAL if e.letter == "P" else REPLICATE for e in entries)
 
 
 def _entries(text: str, line: str) -> tuple[Entry, ...]:
+    """Parse one side of a line."""
     found = []
     for part in text.split(","):
         match = _ENTRY.fullmatch(part.strip())
@@ -202,15 +223,15 @@ def _entries(text: str, line: str) -> tuple[Entry, ...]:
 
 
 class Table:
-    """A rule made of lines."""
+    """A rule that consists of lines."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         self.lines = tuple(lines)
 
-    def __call__(self, call: Call, given: Sequence[InputPlacement]) -> Iterator[Strategy]:
+    def __call__(self, call: Call, placements: Sequence[InputPlacement]) -> Iterator[Strategy]:
         seen: set[Any] = set()
         for line in self.lines:
-            for strategy in line.offer(call, given):
+            for strategy in line.strategies(call, placements):
                 key = strategy.inputs, strategy.outputs
                 if key not in seen:
                     seen.add(key)
@@ -220,9 +241,9 @@ class Table:
         return f"table({', '.join(repr(str(line)) for line in self.lines)})"
 
     def structures(self, call: Call) -> Structures:
-        """For each (input, dimension) that is cut only in segments or whole units: these, as (size, unit) per segment.
+        """The inputs' dimensions that can only be split in segments or units: (size, unit) of each segment.
 
-        The solver cuts the parameters from which the input is computed in the same way.
+        The solver splits the parameters from which such an input is computed in the same way.
         """
         found: Structures = {}
         for line in self.lines:
@@ -239,9 +260,10 @@ class Table:
 
 
 def table(*lines: str) -> Rule:
-    """A rule from lines such as ``"S(-1), R -> S(-1)"``; what they mean is said above, in this module's docstring.
+    """A rule from lines such as ``"S(-1), R -> S(-1)"``; see the docstring of this module for the syntax.
 
-    A line is offered where one of the inputs already is as the line has it: cut along exactly that dimension, or a sum.
+    A line applies where one of the inputs is already placed as the line says: sharded on exactly that dimension, or
+    partial.
     """
     if not lines:
         raise ValueError("a table needs at least one line")

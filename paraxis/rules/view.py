@@ -1,6 +1,6 @@
 """Operators that only rearrange dimensions: views as an algebra of dimension maps.
 
-A reshape is a sequence of *groups*: some input dimensions of which the product is that of some output dimensions.
+A reshape is a sequence of *groups*: input dimensions and output dimensions whose sizes have the same product.
 Inside a group the dimensions are factors of one flattened index, and a layout moves between them by scaling (see
 :class:`paraxis.placement.Layout`): flatten the sharded factors, then find the output factors that carry the result.
 """
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, Layout, Placement, Shard
-from .base import Call, InputPlacement, Strategy, is_partial, normalize_dim, register, same_size
+from .base import Call, InputPlacement, LocalCall, Strategy, is_partial, normalize_dim, same_size
+from .registry import builtin_rule
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ def groups(source: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int]
 
 
 def _less(a: Any, b: Any) -> bool:
-    """Whether the left side must grow. Symbols compare by their hints, which is only used to pair dimensions."""
+    """Whether the left side must grow. Symbols compare by their hints, which only serves to pair dimensions."""
     return _hint(a) <= _hint(b)
 
 
@@ -82,7 +83,7 @@ def _flatten(left: list[int], sharded: list[int], dims: dict[int, Layout], sourc
         return None
     layout = dims[last]
     if len(sharded) == 2 and all(isinstance(source[d], int) for d in sharded):
-        layout_or_none = _product(dims[sharded[0]], layout, left, sharded, source)
+        layout_or_none = _flatten_two(dims[sharded[0]], layout, left, sharded, source)
         if layout_or_none is None:
             return None
         layout = layout_or_none
@@ -91,7 +92,9 @@ def _flatten(left: list[int], sharded: list[int], dims: dict[int, Layout], sourc
     return layout.scale(inner) if inner > 1 else layout
 
 
-def _product(outer: Layout, inner: Layout, left: list[int], sharded: list[int], source: Sequence[Any]) -> Layout | None:
+def _flatten_two(
+    outer: Layout, inner: Layout, left: list[int], sharded: list[int], source: Sequence[Any]
+) -> Layout | None:
     """The layout of two sharded factors flattened into one: all combinations of their indices."""
     between = prod((source[d] for d in left if sharded[0] < d < sharded[1]), start=1)
     if between != 1:
@@ -119,12 +122,12 @@ def _unflatten(layout: Layout, right: list[int], target: Sequence[Any]) -> dict[
     return None
 
 
-@register(
+@builtin_rule(
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten, aten.unflatten, samples="view"
 )
-def reshape(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Carry the layout through the groups; a sum stays a sum."""
-    (placement,) = given
+def reshape(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Carry the layout through the groups of dimensions."""
+    (placement,) = placements
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,), localize=partial(_local_view, placement=PARTIAL, call=call))
     if isinstance(placement, Shard):
@@ -135,8 +138,8 @@ def reshape(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
 
 def _local_view(
     target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, placement: Placement, call: Call
-) -> tuple[Any, list[Any], dict[str, Any]]:
-    """The view with local sizes. A shard may not be contiguous where the whole was, so it is a reshape."""
+) -> LocalCall:
+    """The view with local sizes. A shard may not be contiguous where the full tensor was, so it is a reshape."""
     if target in (aten.flatten.using_ints,):
         return target, args, kwargs
     if target is aten.unflatten.int:
@@ -149,13 +152,13 @@ def _local_view(
     if not symbolic:
         return aten.reshape.default, [args[0], sizes], {}
     for d in symbolic:
-        sizes[d] = args[1][d]  # the global size, known when it runs
+        sizes[d] = args[1][d]  # the global size, known at run time
     parts = [(d, dims[d].period, dims[d].local_size(dims[d].period, rank)) for d in symbolic]
     return _reshape_parts, [args[0], sizes], {"parts": parts}
 
 
 def _reshape_parts(x: torch.Tensor, sizes: list[int], parts: list[tuple[int, int, int]]) -> torch.Tensor:
-    """A reshape in which some global sizes, a multiple of ``period`` each, are made local when it runs."""
+    """A reshape in which some global sizes, multiples of ``period``, become local at run time."""
     sizes = list(sizes)
     for dim, period, held in parts:
         if sizes[dim] != -1:
@@ -167,12 +170,12 @@ def _local_sizes(sizes: list[Any], shape: Sequence[Any], placement: Placement, r
     """Replace the sizes of sharded dimensions by local ones, leaving at most one -1."""
     dims = placement.dims if isinstance(placement, Shard) else {}
     result = []
-    for i, (size, whole) in enumerate(zip(sizes, shape, strict=True)):
+    for i, (size, full) in enumerate(zip(sizes, shape, strict=True)):
         layout = dims.get(i + first)
         if layout is None:
-            result.append(whole if size == -1 and isinstance(whole, int) else size)
-        elif isinstance(whole, int):
-            result.append(layout.local_size(whole, rank))
+            result.append(full if size == -1 and isinstance(full, int) else size)
+        elif isinstance(full, int):
+            result.append(layout.local_size(full, rank))
         else:
             result.append(-1)  # a symbolic size times a constant
     return result
@@ -180,7 +183,7 @@ def _local_sizes(sizes: list[Any], shape: Sequence[Any], placement: Placement, r
 
 def _permutation(call: Call) -> list[int]:
     """Output dimension to input dimension."""
-    n, name = call.inputs[0].ndim, call.target._schema.name.removeprefix("aten::")
+    n, name = call.inputs[0].ndim, call.op_name
     order = list(range(n))
     if name == "permute":
         return [normalize_dim(d, n) for d in call.arg(1, "dims")]
@@ -200,7 +203,7 @@ def _permutation(call: Call) -> list[int]:
     return order
 
 
-@register(
+@builtin_rule(
     aten.permute,
     aten.transpose,
     aten.t,
@@ -211,9 +214,9 @@ def _permutation(call: Call) -> list[int]:
     aten.movedim,
     samples="view",
 )
-def permute(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Dimensions change their places, and their layouts with them."""
-    (placement,) = given
+def permute(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Dimensions are permuted, and their layouts with them."""
+    (placement,) = placements
     order = _permutation(call)
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))
@@ -221,10 +224,10 @@ def permute(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
         yield Strategy((placement,), (Shard.of({order.index(d): x for d, x in placement.layouts}),))
 
 
-@register(aten.unsqueeze.default, aten.squeeze, samples="view")
-def squeeze(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
+@builtin_rule(aten.unsqueeze.default, aten.squeeze, samples="view")
+def squeeze(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Dimensions of size one come and go."""
-    (placement,) = given
+    (placement,) = placements
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))
     if not isinstance(placement, Shard):
@@ -239,20 +242,18 @@ def squeeze(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     gone = {normalize_dim(d, n) for d in dims if source.shape[normalize_dim(d, n)] == 1}
     if not gone & set(placement.dims):
         moved = {d - sum(g < d for g in gone): x for d, x in placement.layouts}
-        # Named exactly: a local size of one would vanish where the global size stays.
+        # The dimensions by number: a dimension whose local size is one must stay if its global size is larger.
         yield Strategy((placement,), (Shard.of(moved),), localize=partial(_exact_squeeze, dims=sorted(gone)))
 
 
-def _exact_squeeze(
-    target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, dims: list[int]
-) -> tuple[Any, list[Any], dict[str, Any]]:
+def _exact_squeeze(target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, dims: list[int]) -> LocalCall:
     return aten.squeeze.dims, [args[0], dims], {}
 
 
-@register(aten.expand.default, samples="view")
-def expand(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """A dimension of size one grows. Ranks that hold the same elements may each make their part of the new ones."""
-    (placement,) = given
+@builtin_rule(aten.expand.default, samples="view")
+def expand(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """A dimension of size one grows. Ranks that hold the same elements may each make a part of the new ones."""
+    (placement,) = placements
     source, out = call.inputs[0], call.out
     lift = out.ndim - source.ndim
     if is_partial(placement):
@@ -276,7 +277,7 @@ def _expanded(before: Shard, box: dict[int, Layout], call: Call) -> Strategy:
 
 
 def _over_replicas(box: dict[int, Layout], size: int, world: int) -> Layout | None:
-    """Split ``size`` new indices among the ranks that hold the same box; None if there is nothing to share."""
+    """Split ``size`` new indices among the ranks that hold the same elements; None if no two ranks do."""
     if len(box) > 1:
         return None
     if not box:
@@ -290,20 +291,20 @@ def _over_replicas(box: dict[int, Layout], size: int, world: int) -> Layout | No
 
 def _local_expand(
     target: Any, args: list[Any], kwargs: dict[str, Any], rank: int, placement: Shard, call: Call
-) -> tuple[Any, list[Any], dict[str, Any]]:
+) -> LocalCall:
     sizes, dims = list(args[1]), placement.dims
     for d, layout in dims.items():
         if sizes[d] == -1:
             continue
-        whole = call.out.shape[d]
-        sizes[d] = layout.local_size(whole, rank) if isinstance(whole, int) else -1
+        full = call.out.shape[d]
+        sizes[d] = layout.local_size(full, rank) if isinstance(full, int) else -1
     return target, [args[0], sizes], kwargs
 
 
-@register(aten.repeat.default, samples="view")
-def repeat(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Copies along a dimension: a layout repeats by itself, and a sum stays a sum."""
-    (placement,) = given
+@builtin_rule(aten.repeat.default, samples="view")
+def repeat(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Copies along a dimension: a layout is periodic, so it repeats."""
+    (placement,) = placements
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))
     if not isinstance(placement, Shard):
@@ -318,10 +319,10 @@ def repeat(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
     yield Strategy((placement,), (Shard.of(box),))
 
 
-@register(aten.view_as_complex.default, aten.view_as_real.default, samples="view")
-def complex_view(call: Call, given: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Pairs of numbers in a last dimension become complex ones, or the reverse."""
-    (placement,) = given
+@builtin_rule(aten.view_as_complex.default, aten.view_as_real.default, samples="view")
+def complex_view(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Pairs of numbers in the last dimension become complex numbers, or the reverse."""
+    (placement,) = placements
     pairs = call.inputs[0].ndim - 1 if call.target is aten.view_as_complex.default else None
     if is_partial(placement):
         yield Strategy((PARTIAL,), (PARTIAL,))

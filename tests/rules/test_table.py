@@ -1,4 +1,4 @@
-"""Rules written as tables: how lines are read, and what they offer."""
+"""Rules written as tables: how lines are parsed, and what they offer."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ aten = torch.ops.aten
 HALVES = Layout.even(8, 2)
 
 
-def offered(lines: str | list[str], op: Any, args: Any, *given: Placement, world: int = 2) -> list[Any]:
+def offered(lines: str | list[str], op: Any, args: Any, *placements: Placement, world: int = 2) -> list[Any]:
     call, _ = call_of(op, args, {}, world)
     rule = table(*([lines] if isinstance(lines, str) else lines))
-    return [(s.inputs, s.outputs) for s in rule(call, given)]
+    return [(s.inputs, s.outputs) for s in rule(call, placements)]
 
 
 @pytest.mark.parametrize(
     "line",
     ["S(0), R -> S(0)", "P, R -> P", "S(2), S(2) -> S(2); num_heads", "S(-1 x2) -> S(-1)", "S(1), S(1*) -> P; a, b"],
 )
-def test_a_line_says_itself(line: str) -> None:
+def test_a_line_prints_as_it_is_written(line: str) -> None:
     assert str(Line.parse(line)) == line
 
 
@@ -37,7 +37,7 @@ def test_a_line_says_itself(line: str) -> None:
     ["S(0)", "S(0) S(1) -> R", "Q -> R", "S() -> R", "S(0 x0) -> S(0)", "R, R -> R", "R -> S(0)", "P -> S(0)",
      "P -> P; heads", "S(0) -> S(0); 3", "S(0), -> S(0)", ""],
 )  # fmt: skip
-def test_what_cannot_be_read_is_quoted(line: str) -> None:
+def test_errors_quote_the_line(line: str) -> None:
     with pytest.raises(ValueError) as error:
         table("S(0) -> S(0)", line)
     assert repr(line) in str(error.value)
@@ -45,11 +45,11 @@ def test_what_cannot_be_read_is_quoted(line: str) -> None:
         table()
 
 
-def test_a_line_is_offered_where_an_input_is_as_it_says() -> None:
+def test_a_line_applies_where_an_input_is_placed_as_it_says() -> None:
     args, line = (f(4, 8), f(8)), "S(-1), S(0) -> S(-1)"
-    wanted = [((Shard.of(1, HALVES), Shard.of(0, HALVES)), (Shard.of(1, HALVES),))]
-    assert offered(line, aten.mul.Tensor, args, Shard.of(1, HALVES), REPLICATE) == wanted
-    assert offered(line, aten.mul.Tensor, args, REPLICATE, Shard.of(0, HALVES)) == wanted
+    expected = [((Shard.of(1, HALVES), Shard.of(0, HALVES)), (Shard.of(1, HALVES),))]
+    assert offered(line, aten.mul.Tensor, args, Shard.of(1, HALVES), REPLICATE) == expected
+    assert offered(line, aten.mul.Tensor, args, REPLICATE, Shard.of(0, HALVES)) == expected
     assert offered(line, aten.mul.Tensor, args, Shard.of(0, Layout.even(4, 2)), REPLICATE) == []
     both = Shard.of({0: Layout.even(4, 2), 1: HALVES})
     assert offered(line, aten.mul.Tensor, args, both, REPLICATE) == []
@@ -57,13 +57,13 @@ def test_a_line_is_offered_where_an_input_is_as_it_says() -> None:
     assert offered("P, R -> P", aten.mul.Tensor, args, REPLICATE, PARTIAL) == []
 
 
-def test_other_sizes_and_other_numbers_of_tensors_are_left_alone() -> None:
+def test_a_line_does_not_apply_to_other_sizes_or_numbers_of_tensors() -> None:
     assert offered("S(0), S(0) -> S(0)", aten.mul.Tensor, (f(4, 8), f(8)), Shard.of(0, HALVES), REPLICATE) == []
     assert offered("S(0) -> S(0)", aten.mul.Tensor, (f(8), f(8)), Shard.of(0, HALVES), REPLICATE) == []
     assert offered("S(3) -> S(3)", aten.relu.default, (f(8),), Shard.of(0, HALVES)) == []
 
 
-def test_no_sum_of_copies() -> None:
+def test_copies_are_not_summed() -> None:
     copies = Shard.of(0, Layout.even(8, 4, unit=4))
     assert offered("S(0) -> P", aten.sum.default, (f(8),), copies, world=4) == []
     assert offered("S(0) -> S(0)", aten.rand_like.default, (f(8),), copies, world=4) == []
@@ -89,5 +89,5 @@ def test_numbers_become_local() -> None:
     rule = table("S(-1) -> S(-1); num_heads")
     for layout in (Layout.of(12, [[(0, 5)], [(5, 12)]]), Layout.of(12, [[(0, 12)], []])):
         assert not list(rule(call, [Shard.of(1, layout)]))  # through a head; a rank without heads
-    with pytest.raises(ValueError, match="no argument 'heads', but x, num_heads"):
+    with pytest.raises(ValueError, match="no argument 'heads'; it has x, num_heads"):
         list(table("S(-1) -> S(-1); heads")(call, [Shard.of(1, Layout.even(12, 2))]))

@@ -1,10 +1,10 @@
-"""Ground truth for rules: strategies are carried out on real shards and compared with the whole.
+"""Ground truth for rules: strategies run on real shards, compared with the unsharded operator.
 
-- :func:`check` tries everything that a rule offers for a call; registering a rule does so for its samples.
-- :func:`propose` finds a rule for an operator by trying, as source to review.
-- :func:`missing` finds what is right but not offered.
+- :func:`check` validates every strategy of a rule for a call; registering a rule does so for its samples.
+- :func:`propose` finds a rule for an operator by trial and error, as source to review.
+- :func:`missing` finds sound strategies that a rule does not have.
 
-``python -m paraxis.rules.validation`` checks all rules of this package on sample calls.
+``python -m paraxis.rules.validation`` validates all rules of this package on sample calls.
 """
 
 from .calls import schema_samples

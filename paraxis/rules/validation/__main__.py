@@ -1,4 +1,4 @@
-"""``python -m paraxis.rules.validation``: all rules of this package on their sample calls, as a table."""
+"""``python -m paraxis.rules.validation``: validate all rules of this package on sample calls, and print a table."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from .. import rule_for
 from .check import Report, check
@@ -20,19 +22,19 @@ from .samples import FAMILIES
 
 @dataclass
 class Row:
-    """What was found for an operator."""
+    """The results for one operator."""
 
     operator: str
     calls: int = 0
-    carried_out: int = 0
-    """Strategies with a sharded tensor, on 2, 3 and 4 ranks."""
+    validated: int = 0
+    """Strategies with a sharded tensor that were run, on 2, 3 and 4 ranks."""
     wrong: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
-    """Sound placements that the rule does not offer, each with the call it was found on."""
+    """Sound strategies that the rule does not have, each with the call it was found on."""
 
 
 def survey(operators: Sequence[str] = ()) -> list[Row]:
-    """All rules, or those of operators whose names contain one of these, on the sample calls of their families."""
+    """Validate all rules, or those of operators whose names contain one of these, on their sample calls."""
     rows: dict[Any, Row] = {}
     torch.manual_seed(0)
     for family in FAMILIES.values():
@@ -44,7 +46,7 @@ def survey(operators: Sequence[str] = ()) -> list[Row]:
             row = rows.setdefault(target, Row(str(target)))
             report: Report = check(target, *args, skip_kinds=("vocab",), **kwargs)
             row.calls += 1
-            row.carried_out += report.sharded
+            row.validated += report.sharded
             row.wrong += report.wrong
             shapes = ", ".join("×".join(map(str, x.shape)) for x in args if isinstance(x, torch.Tensor))
             row.missing += [f"{line} ({shapes})" for line in missing(target, *args, **kwargs)]
@@ -52,10 +54,10 @@ def survey(operators: Sequence[str] = ()) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what was found; 1 if a rule is wrong."""
+    """Print the results; the exit code is 1 if a rule is wrong."""
     parser = argparse.ArgumentParser(prog="python -m paraxis.rules.validation", description=__doc__)
-    parser.add_argument("operators", nargs="*", help="parts of names, such as aten.softmax; without them, all")
-    parser.add_argument("--json", action="store_true", help="plain data instead of a table")
+    parser.add_argument("operators", nargs="*", help="parts of operator names, such as aten.softmax (default: all)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
@@ -68,16 +70,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(rows: Sequence[Row]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("operator", title=f"{len(rows)} operators on 2, 3 and 4 ranks")
-    for name in ("calls", "carried out", "wrong"):
+    for name in ("calls", "strategies", "wrong"):
         table.add_column(name, justify="right")
-    table.add_column("sound but not offered")
+    table.add_column("sound but missing")
     for row in rows:
         shown = [*row.missing[:2], *([f"and {len(row.missing) - 2} more"] if len(row.missing) > 2 else [])]
-        table.add_row(row.operator, str(row.calls), str(row.carried_out), str(len(row.wrong)), "\n".join(shown))
+        table.add_row(row.operator, str(row.calls), str(row.validated), str(len(row.wrong)), "\n".join(shown))
     console = Console()
     console.print(table)
     for row in rows:

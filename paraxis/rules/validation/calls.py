@@ -1,4 +1,4 @@
-"""Calls of operators that nobody wrote down: made from schemas, or overheard while torch tries its own operators."""
+"""Sample calls that nobody wrote by hand: from operator schemas, or recorded from torch's operator database (op_db)."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ Shapes = Sequence[Sequence[int]]
 _SCALARS = {"number": 2, "Scalar": 2, "int": 1, "SymInt": 1, "float": 0.5, "bool": False, "str": "none"}
 
 
-# -- for operators of which the schema says enough -----------------------------------------------------------------
+# -- from a schema, for pointwise operators ------------------------------------------------------------------------
 
 
 def from_schema(op: Any, shapes: Shapes, dtype: torch.dtype) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments for an operator: tensors of these shapes in turn, small numbers for the rest that is required."""
+    """Arguments for an operator: tensors of these shapes in turn, small numbers for the other required ones."""
     turn = iter([*shapes, *[shapes[-1]] * 8])
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -66,7 +66,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def working_call(op: Any, shapes: Shapes) -> tuple[list[Any], dict[str, Any]] | None:
-    """A call of the operator that runs, with the first dtype it takes."""
+    """A call of the operator that runs, with the first dtype it supports."""
     for dtype in (torch.float64, torch.int64, torch.bool, torch.float32, torch.complex128):
         try:
             args, kwargs = from_schema(op, shapes, dtype)
@@ -85,37 +85,41 @@ def pointwise_overloads(rules: Iterable[Any]) -> Iterator[Any]:
             yield op
 
 
-# -- for operators of which nothing is known -----------------------------------------------------------------------
+# -- from a schema, for any operator -------------------------------------------------------------------------------
 
 SIZES = (3, 4, 6, 12)
-"""All different; the last, which numbers of heads must divide, has many divisors itself."""
+"""Sizes of dimensions. All different; the last, which numbers of heads must divide, has many divisors."""
 NUMBERS = (4, 3, 6, 2, 1, 0)
+"""Values for integer arguments."""
 MAX_CALLS = 20
+"""How many calls of an operator are returned, without and with its optional tensors."""
 
 
 def schema_samples(target: Any) -> list[Sample]:
-    """Calls of an operator made from its schema alone: whatever runs of many shapes, numbers and switches.
+    """Calls of an operator from its schema alone: whatever runs, of many shapes, integers and flags.
 
-    Tensors are given in shapes that operators usually take together: all alike, matrices that can be multiplied,
-    vectors along the last or the first dimension of the first. Values are drawn anew in every call of this function.
+    Tensors have shapes that operators usually take together: all equal, matrices that can be multiplied, vectors along
+    the last or the first dimension of the first. Every call of this function draws new values.
     """
     target = getattr(target, "_opoverload", target)
     arguments = target._schema.arguments
     kinds = [str(a.type) for a in arguments]
     optional = {k for k, kind in enumerate(kinds) if kind == "Optional[Tensor]"}
     found: list[Sample] = []
-    for given in (set(), optional) if optional else (set(),):
-        tensors = [k for k, kind in enumerate(kinds) if kind == "Tensor" or k in given]
+    for passed in (set(), optional) if optional else (set(),):
+        tensors = [k for k, kind in enumerate(kinds) if kind == "Tensor" or k in passed]
         by_shape = [calls for shapes in _shapes(len(tensors)) if (calls := _variants(target, tensors, shapes))]
-        most = max(map(len, by_shape), default=0)
-        # One of each shape, then another of each: with other numbers than for the shapes before.
-        turns = [calls[(p + k) % len(calls)] for k in range(most) for p, calls in enumerate(by_shape) if k < len(calls)]
-        found += turns[:MAX_CALLS]
+        rounds = max(map(len, by_shape), default=0)
+        # One of each shape, then another of each, with other integers than for the shapes before.
+        mixed = [
+            calls[(p + k) % len(calls)] for k in range(rounds) for p, calls in enumerate(by_shape) if k < len(calls)
+        ]
+        found += mixed[:MAX_CALLS]
     return found
 
 
 def _variants(target: Any, tensors: Sequence[int], shapes: Shapes) -> list[Sample]:
-    """A few calls with tensors of these shapes, in the first dtypes that the operator takes."""
+    """Calls with tensors of these shapes, in the first dtypes that the operator supports."""
     arguments = target._schema.arguments
     for dtypes in _dtypes(len(tensors)):
         found = []
@@ -130,7 +134,7 @@ def _variants(target: Any, tensors: Sequence[int], shapes: Shapes) -> list[Sampl
 
 
 def _shapes(count: int) -> list[tuple[tuple[int, ...], ...]]:
-    """Shapes for so many tensors, the most usual ones first."""
+    """Shapes for ``count`` tensors, the most common ones first."""
     if count == 0:
         return []
     found: list[tuple[tuple[int, ...], ...]] = [(SIZES[-ndim:],) * count for ndim in (3, 2, 4, 1)]
@@ -143,34 +147,35 @@ def _shapes(count: int) -> list[tuple[tuple[int, ...], ...]]:
         forms = [full, full[-1:], full[:1], (*full[:-1], 1)]
         for rest in itertools.product(forms, repeat=min(count - 1, 2)):
             found.append((full, *rest, *[(rest or (full,))[-1]] * (count - 1 - len(rest))))
-    # The same with one size for all: a line that is right only because other sizes rule it out is wrong there.
+    # The same with one size for all: lines that only hold because sizes differ fail there.
     equal = [tuple((6,) * len(shape) for shape in shapes) for shapes in found]
     return list(dict.fromkeys(shapes for pair in zip(found, equal) for shapes in pair))
 
 
 def _dtypes(count: int) -> list[tuple[torch.dtype, ...]]:
-    real, whole = torch.float64, torch.int64
-    mixed = [tuple(whole if k == i else real for k in range(count)) for i in range(count)] if count > 1 else []
-    return [(real,) * count, *mixed, (torch.float32,) * count, (whole,) * count]
+    """Dtypes for ``count`` tensors, the most common ones first."""
+    real, integer = torch.float64, torch.int64
+    mixed = [tuple(integer if k == i else real for k in range(count)) for i in range(count)] if count > 1 else []
+    return [(real,) * count, *mixed, (torch.float32,) * count, (integer,) * count]
 
 
 def _numbers(arguments: Any) -> list[dict[int, Any]]:
-    """Values for the arguments that are numbers or switches: alike first, then different ones."""
+    """Values for integer and boolean arguments: all equal first, then different ones."""
     integers = [k for k, a in enumerate(arguments) if str(a.type) in ("int", "SymInt")]
-    switches = [k for k, a in enumerate(arguments) if str(a.type) == "bool"]
-    alike = [(n,) * len(integers) for n in NUMBERS]
+    flags = [k for k, a in enumerate(arguments) if str(a.type) == "bool"]
+    equal = [(n,) * len(integers) for n in NUMBERS]
     others = list(itertools.product((4, 2, 1), repeat=min(len(integers), 3))) if len(integers) > 1 else []
     defaults = [tuple(a.default_value if a.has_default_value() else 4 for a in (arguments[k] for k in integers))]
     found = []
-    for values in dict.fromkeys([*defaults, *alike, *others] if integers else [()]):
+    for values in dict.fromkeys([*defaults, *equal, *others] if integers else [()]):
         padded = [*values, *[values[-1]] * (len(integers) - len(values))] if integers else []
-        for on in itertools.product((False, True), repeat=min(len(switches), 3)):
-            found.append({**dict(zip(integers, padded)), **dict(zip(switches, on))})
+        for on in itertools.product((False, True), repeat=min(len(flags), 3)):
+            found.append({**dict(zip(integers, padded)), **dict(zip(flags, on))})
     return found
 
 
 def _call(target: Any, arguments: Any, values: dict[int, Any]) -> Sample | None:
-    """The call with these values by position, if it runs and makes tensors of many values: constants prove nothing."""
+    """The call with these values by position, if it runs and its results vary: constants prove nothing."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for k, argument in enumerate(arguments):
@@ -196,11 +201,11 @@ def _call(target: Any, arguments: Any, values: dict[int, Any]) -> Sample | None:
     return Sample(target, tuple(args), kwargs) if results and varied else None
 
 
-# -- overheard -----------------------------------------------------------------------------------------------------
+# -- recorded ------------------------------------------------------------------------------------------------------
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps a few calls of every operator of interest, as they reach the dispatcher."""
+    """Records a few calls of every operator of interest, as they reach the dispatcher."""
 
     def __init__(self, interesting: Any, limit: int) -> None:
         super().__init__()
@@ -218,16 +223,16 @@ class _Recorder(TorchDispatchMode):
 
 
 def recorded_calls(operators: Iterable[Any], limit: int = 2) -> dict[Any, list[Sample]]:
-    """Calls that torch's own operator database makes of these operators, on tensors of at least two dimensions."""
+    """Calls of these operators in torch's operator database, on tensors of at least two dimensions."""
     interesting = {op for op in operators if torch.Tag.nondeterministic_seeded not in op.tags}
     recorder = _Recorder(interesting, limit)
     stand_in: Any = None
     if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
-        stand_in = types.ModuleType("expecttest")  # torch's test utilities want it, the database does not
+        stand_in = types.ModuleType("expecttest")  # torch's test utilities import it, the database does not need it
         stand_in.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stand_in
     try:
-        with ThreadPoolExecutor(1) as thread:  # the database inspects the stack very often: a short one is faster
+        with ThreadPoolExecutor(1) as thread:  # the database inspects the stack often: faster on a short one
             thread.submit(_record, recorder).result()
     finally:
         if stand_in is not None:
@@ -248,4 +253,4 @@ def _record(recorder: _Recorder) -> None:
                     with recorder:
                         op.op(sample.input, *sample.args, **sample.kwargs)
             except Exception:
-                continue  # an operator that does not run here has nothing to say
+                continue  # an operator that does not run here gives no samples

@@ -1,4 +1,4 @@
-"""Checking a rule: ask it under many placements, carry out what it offers, and say what is wrong."""
+"""Checking a rule: call it with many input placements, run its strategies on shards, and report what is wrong."""
 
 from __future__ import annotations
 
@@ -11,46 +11,48 @@ import torch
 
 from ...errors import UnsoundRuleError
 from ...placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Shard
-from ..base import UNPLACED, Call, InputPlacement, Rule, Sample, Samples, Strategy, accepts_unplaced, draws, rule_for
+from ..base import UNPLACED, Call, InputPlacement, Rule, Sample, Samples, Strategy, draws
+from ..registry import accepts_unplaced, rule_for
 from .gradients import gradient_problem
 from .run import Trial
+from .samples import FAMILIES
 
 WORLDS = (2, 3, 4)
-"""Numbers of ranks on which a rule is checked: sizes that divide, that do not, and fewer units than ranks."""
+"""Numbers of ranks: for dimensions that divide, that do not, and with fewer units than ranks."""
 
-NO_VALUE = {"aten::empty_like"}
-"""Operators whose results are only a shape."""
+NO_VALUE = {"empty_like"}
+"""Operators whose results have a shape but no defined values."""
 
 
 @dataclass
 class Report:
-    """What was tried."""
+    """What was checked."""
 
     checked: set[tuple[tuple[str, ...], tuple[str, ...], str]] = field(default_factory=set)
-    """Strategies that were carried out and are right: placements of inputs, of outputs, kind."""
+    """Strategies that were run and are right: placements of inputs, of outputs, kind."""
     wrong: list[str] = field(default_factory=list)
     sharded: int = 0
-    """How many of the strategies that were right had a tensor that is really divided, on each number of ranks."""
+    """How many right strategies had a sharded or partial tensor, all numbers of ranks together."""
     calls: int = 0
 
     def add(self, other: Report) -> None:
-        """Take in what was found for another call."""
+        """Add the results of another call."""
         self.checked |= other.checked
         self.wrong += other.wrong
         self.sharded += other.sharded
         self.calls += other.calls
 
 
-# -- placements to try ---------------------------------------------------------------------------------------------
+# -- input placements ----------------------------------------------------------------------------------------------
 
 
 def layouts(size: int, world: int) -> list[Layout]:
-    """Ways to cut a dimension of this size, from the plain to the odd; none that every rank holds whole."""
+    """Layouts of a dimension of this size, from the common to the odd, without the full one."""
     found: list[Layout] = []
     if size < 2:
         return found
     if size >= world or world % size == 0:
-        found.append(Layout.even(size, world))  # uneven, or with copies, as the size has it
+        found.append(Layout.even(size, world))  # uneven, or with copies, depending on the size
     if size >= 4:
         a = size // 2  # packed from two segments, in general unequal ones
         if min(a, size - a) >= world or world % a == 0:
@@ -71,7 +73,7 @@ def layouts(size: int, world: int) -> list[Layout]:
 
 
 def placements(shape: Sequence[int], world: int) -> list[Placement]:
-    """Boxes with one sharded dimension, some with two, and the shared one."""
+    """Shards of one dimension, some of two, and the shared one."""
     found: list[Placement] = [Shard.of(d, x) for d, n in enumerate(shape) for x in layouts(n, world)]
     pairs = [(a, b) for a in range(len(shape)) for b in range(a + 1, len(shape))]
     for a, b in pairs:
@@ -83,19 +85,19 @@ def placements(shape: Sequence[int], world: int) -> list[Placement]:
     return [*found, SHARED]
 
 
-def givens(call: Call, world: int, free: bool = False, limit: int = 400) -> list[tuple[InputPlacement, ...]]:
-    """Combinations of input placements: one placed and the others whole, all alike, and some mixtures."""
+def input_placements(call: Call, world: int, free: bool = False, limit: int = 400) -> list[tuple[InputPlacement, ...]]:
+    """Combinations of input placements: one input placed and the others replicated, all the same, and random ones."""
     per_input = [placements(t.shape, world) for t in call.inputs]
-    whole: list[InputPlacement] = [REPLICATE] * len(call.inputs)
+    count = len(call.inputs)
     found: list[tuple[InputPlacement, ...]] = []
     for i, options in enumerate(per_input):
         for p in [*options, PARTIAL]:
-            found.append(tuple([*whole[:i], p, *whole[i + 1 :]]))
-    if len(call.inputs) > 1:
-        found.append((PARTIAL,) * len(call.inputs))
+            found.append(tuple(p if j == i else REPLICATE for j in range(count)))
+    if count > 1:
+        found.append((PARTIAL,) * count)
         for p in dict.fromkeys(p for options in per_input for p in options):
             found.append(tuple(p if p in o else REPLICATE for o in per_input))
-        random = torch.Generator().manual_seed(len(call.inputs))
+        random = torch.Generator().manual_seed(count)
         for _ in range(40):
             picks = [torch.randint(len(o), (), generator=random) for o in per_input]
             found.append(tuple(o[k] for o, k in zip(per_input, picks)))
@@ -103,13 +105,13 @@ def givens(call: Call, world: int, free: bool = False, limit: int = 400) -> list
         for i, t in enumerate(call.inputs):
             for d, n in enumerate(t.shape):
                 call.layouts[i, d] = tuple(layouts(n, world))
-        bound = [[REPLICATE, PARTIAL, *per_input[i][:6]] if i == 0 else [UNPLACED] for i in range(len(call.inputs))]
+        bound = [[REPLICATE, PARTIAL, *per_input[i][:6]] if i == 0 else [UNPLACED] for i in range(count)]
         found += list(product(*bound))
-        found += [tuple(UNPLACED if j == i else REPLICATE for j in range(len(whole))) for i in range(len(whole))]
+        found += [tuple(UNPLACED if j == i else REPLICATE for j in range(count)) for i in range(count)]
     return list(dict.fromkeys(found))[:limit]
 
 
-# -- asking the rule -----------------------------------------------------------------------------------------------
+# -- checking ------------------------------------------------------------------------------------------------------
 
 
 def check(
@@ -123,65 +125,65 @@ def check(
     gradients: Sequence[int] = (),
     **kwargs: Any,
 ) -> Report:
-    """Try every strategy that a rule offers for a call: the registered one of ``target``, or ``rule``.
+    """Check every strategy of a rule for a call: of the registered rule of ``target``, or of ``rule``.
 
-    The values are compared unless the call draws random numbers or has none. ``skip_kinds``: strategies that are
-    carried out by a parallel layer and not by the operator. ``gradients``: numbers of ranks on which the gradients of
+    Values are compared unless the call draws random numbers or has none (``values`` decides otherwise). ``skip_kinds``:
+    strategies that a parallel layer runs, not the operator. ``gradients``: numbers of ranks on which the gradients of
     the inputs are compared too.
     """
     use = rule or rule_for(target)
     if use is None:
         raise ValueError(f"{target} has no rule to check")
     free = accepts_unplaced(target) if free is None else free
-    benches = [Bench.of(Sample(target, args, kwargs), world, free) for world in worlds]
-    report = check_on(benches, use, values, skip_kinds, gradients)
+    cases = [Case.of(Sample(target, args, kwargs), world, free) for world in worlds]
+    report = check_cases(cases, use, values, skip_kinds, gradients)
     report.calls = 1
     return report
 
 
 @dataclass(eq=False)
-class Bench:
-    """A call on some number of ranks, and all the placements under which a rule is asked about it."""
+class Case:
+    """A call on a number of ranks, and the input placements for which a rule is checked."""
 
     trial: Trial
-    givens: list[tuple[InputPlacement, ...]]
+    placements: list[tuple[InputPlacement, ...]]
 
     @classmethod
-    def of(cls, sample: Sample, world: int, free: bool = False) -> Bench:
-        """Runs the call once."""
+    def of(cls, sample: Sample, world: int, free: bool = False) -> Case:
+        """Run the call once, for its result."""
         trial = Trial.of(sample.target, sample.args, sample.kwargs, world)
-        return cls(trial, givens(trial.call, world, free))
+        return cls(trial, input_placements(trial.call, world, free))
 
 
-def check_on(
-    benches: Iterable[Bench],
+def check_cases(
+    cases: Iterable[Case],
     rule: Rule,
     values: bool | None = None,
     skip_kinds: Sequence[str] = (),
     gradients: Sequence[int] = (),
 ) -> Report:
-    """Try what a rule offers on prepared calls."""
+    """Check the strategies of a rule in prepared cases."""
     report = Report()
-    for bench in benches:
-        trial, call = bench.trial, bench.trial.call
-        compare = values if values is not None else not (draws(call) or _name(call.target) in NO_VALUE)
+    for case in cases:
+        trial, call = case.trial, case.trial.call
+        compare = values if values is not None else not (draws(call) or call.op_name in NO_VALUE)
         tried: set[Any] = set()
-        for given in bench.givens:
+        for placements in case.placements:
             try:
-                offered = list(rule(call, given))
+                strategies = list(rule(call, placements))
             except Exception as error:
-                shown = ", ".join(map(str, given))
+                shown = ", ".join(map(str, placements))
                 report.wrong.append(f"{call.target} on {call.world} ranks, {shown}: the rule raised {error!r}")
                 continue
-            for strategy in offered:
+            for strategy in strategies:
                 key = (strategy.inputs, strategy.outputs)
                 if strategy.kind not in skip_kinds and key not in tried:
                     tried.add(key)
-                    _try(trial, strategy, compare, call.world in gradients, report)
+                    _check_strategy(trial, strategy, compare, call.world in gradients, report)
     return report
 
 
-def _try(trial: Trial, strategy: Strategy, values: bool, gradients: bool, report: Report) -> None:
+def _check_strategy(trial: Trial, strategy: Strategy, values: bool, gradients: bool, report: Report) -> None:
     found = trial.problem(strategy, values)
     if found is None and values and gradients and trial.fits(strategy):
         found = gradient_problem(trial, strategy)
@@ -194,22 +196,20 @@ def _try(trial: Trial, strategy: Strategy, values: bool, gradients: bool, report
         )
     elif trial.fits(strategy):
         report.checked.add((inputs, outputs, strategy.kind))
-        report.sharded += any(divides(p) for p in (*strategy.inputs, *strategy.outputs))
+        report.sharded += any(_divides(p) for p in (*strategy.inputs, *strategy.outputs))
 
 
-def divides(placement: Placement) -> bool:
-    """Whether the ranks hold different things."""
+def _divides(placement: Placement) -> bool:
+    """Whether ranks hold different values: sharded on some dimension, or partial."""
     return isinstance(placement, Partial) or (isinstance(placement, Shard) and bool(placement.layouts))
 
 
-def _name(target: Any) -> str:
-    schema = getattr(target, "_schema", None)
-    return schema.name if schema is not None else ""
-
-
 def prove(targets: Sequence[Any], rule: Rule, samples: Samples, free: bool = False) -> Report:
-    """Check a rule on sample calls of all its operators. Raises :class:`UnsoundRuleError` unless it is right on all
-    of them, and divides something on one of each operator."""
+    """Check a rule on sample calls of all its operators.
+
+    Raises:
+        UnsoundRuleError: A strategy is wrong, or an operator has no sample, or none for which the rule shards a tensor.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return _prove(targets, rule, sample_calls(samples), free)
@@ -220,7 +220,7 @@ def _prove(targets: Sequence[Any], rule: Rule, calls: Sequence[Sample], free: bo
     for target in targets:
         mine = [sample for sample in calls if sample.target is target]
         if not mine:
-            raise UnsoundRuleError(f"there is no sample call of {target}: nothing shows that its rule is right")
+            raise UnsoundRuleError(f"there is no sample call of {target}, so its rule cannot be validated")
         report = Report()
         for sample in mine:
             report.add(check(target, *sample.args, rule=rule, free=free, gradients=WORLDS[:2], **sample.kwargs))
@@ -229,25 +229,23 @@ def _prove(targets: Sequence[Any], rule: Rule, calls: Sequence[Sample], free: bo
             raise UnsoundRuleError(f"the rule is wrong for {report.wrong[0]}{more}")
         if not report.sharded:
             raise UnsoundRuleError(
-                f"the rule of {target} offered no strategy with a sharded tensor on {len(mine)} sample calls, "
-                f"so that nothing shows that it is right; give calls that it divides"
+                f"the rule of {target} returned no strategy with a sharded tensor for {len(mine)} sample calls, "
+                f"so it cannot be validated; add sample calls that it shards"
             )
         total.add(report)
     return total
 
 
 def sample_calls(samples: Samples) -> list[Sample]:
-    """The calls that were given: themselves, by a function, or as the name of a family."""
+    """Sample calls from a list, from a function, or by the name of their family."""
     if isinstance(samples, str):
-        from .samples import FAMILIES
-
         if samples not in FAMILIES:
-            raise ValueError(f"there is no family of samples called {samples!r}; give calls: samples=[sample(op, ...)]")
+            raise ValueError(f"there is no family of samples {samples!r}; pass calls: samples=[sample(op, ...)]")
         return FAMILIES[samples]()
     found = list(samples() if callable(samples) else samples)
     for sample in found:
         if not isinstance(sample, Sample):
-            raise TypeError(f"samples are made by paraxis.rules.sample(op, *args, **kwargs), not {sample!r}")
+            raise TypeError(f"create samples with paraxis.rules.sample(op, *args, **kwargs), not {sample!r}")
     return [sample._replace(target=_overload(sample.target)) for sample in found]
 
 

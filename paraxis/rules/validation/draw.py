@@ -1,4 +1,4 @@
-"""Tensors for sample calls."""
+"""Random tensors for sample calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def f(*shape: int) -> torch.Tensor:
-    """Numbers, in float64."""
+    """Normally distributed numbers, in float64."""
     return torch.randn(shape, dtype=torch.float64)
 
 
@@ -16,5 +16,5 @@ def i(high: int, *shape: int) -> torch.Tensor:
 
 
 def b(*shape: int) -> torch.Tensor:
-    """A mask."""
+    """A boolean mask."""
     return torch.rand(shape) > 0.5

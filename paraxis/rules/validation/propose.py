@@ -1,4 +1,4 @@
-"""Proposing a rule for an operator of which nothing is known: source to review."""
+"""Proposing a rule for an operator without one: source to review."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from .check import WORLDS, sample_calls
 from .exploration import candidates, confirm, report_on
 from .run import Trial, same
 
-InputPlacement = Iterable[Sample] | Callable[[], Iterable[Sample]]
-INLINE = 64
-"""Integer tensors of at most so many elements are written out."""
+SampleSource = Iterable[Sample] | Callable[[], Iterable[Sample]]
+MAX_INLINE = 64
+"""Integer tensors of at most this many elements are written out in the source."""
 
 
-def propose(target: Any, samples: InputPlacement | None = None) -> str:
-    """Source that registers a rule for an operator, found by trying; to be read before it is used.
+def propose(target: Any, samples: SampleSource | None = None) -> str:
+    """Source that registers a rule for an operator, found by trial and error. Review it before use.
 
-    On each sample call every combination of input placements is run on shards, also with its integers made local, and
-    what gives the whole result becomes a line of a table. A line stays if it is right for all samples, on 2, 3 and 4
-    ranks, whether dimensions are cut evenly, unevenly, in packed segments or with copies.
+    Each sample call runs on shards under every combination of input placements, with and without local integers. What
+    gives the unsharded result becomes a line of a table. A line stays if it is right for all samples, on 2, 3 and 4
+    ranks, for even, uneven and packed splits and for copies.
 
-    Without ``samples``, calls are made from the schema of the operator. What holds on all of them may still fail where
-    the operator behaves in a way that none of them shows: give calls that do.
+    Without ``samples``, calls are generated from the schema of the operator. A line that holds for all of them may
+    still be wrong for arguments that none of them has: pass samples that cover those.
     """
     target = getattr(target, "_opoverload", target)
     if isinstance(target, torch._ops.OpOverloadPacket):
@@ -42,30 +42,30 @@ def propose(target: Any, samples: InputPlacement | None = None) -> str:
         reason = _hopeless(target, calls)
         lines = [] if reason else _search(calls, again)
         if reason or not lines:
-            reason = reason or f"on {len(calls)} calls, no way to cut its inputs gave the whole result"
-            return f"# {target}: {reason}.\n# It has no rule and is computed whole, on every rank.\n"
+            reason = reason or f"in {len(calls)} calls, no way to shard its inputs gave the unsharded result"
+            return f"# {target}: {reason}.\n# It has no rule and runs replicated, on every rank.\n"
         report = report_on(lines, again, WORLDS)
     return _source(target, lines, samples, len(calls), report.sharded)
 
 
 def _hopeless(target: Any, calls: Sequence[Sample]) -> str | None:
-    """Why there is nothing to try."""
+    """Why no rule can be found, if that is known beforehand."""
     if target._schema.is_mutable:
         return "it writes into its arguments"
     if not calls:
-        return "no call could be made from its schema; give some: propose(target, samples=[sample(target, ...)])"
+        return "no call could be generated from its schema; pass some: propose(target, samples=[sample(target, ...)])"
     for call in calls:
         trial = Trial.of(target, call.args, call.kwargs, 2)
         if draws(trial.call):
-            return "it draws random numbers, so that results cannot be compared"
+            return "it draws random numbers, so results cannot be compared"
         second = Trial.of(target, call.args, call.kwargs, 2)
-        if not all(map(same, trial.whole, second.whole)):
+        if not all(map(same, trial.results, second.results)):
             return "its results differ from call to call"
     return None
 
 
 def _search(calls: Sequence[Sample], again: Sequence[Sample]) -> list[Line]:
-    """The fewest lines that say everything that is right for all calls."""
+    """The fewest lines that cover everything that is right for all calls. ``again``: the same calls, other values."""
     by_call = [set(candidates(call)) for call in calls]
     shapes = [_ndims(call) for call in calls]
     found: dict[Line, None] = {}
@@ -77,7 +77,7 @@ def _search(calls: Sequence[Sample], again: Sequence[Sample]) -> list[Line]:
     chosen: list[Line] = []
     left = set().union(*covered.values()) if covered else set()
     while left:
-        # Those that say the most, then those that count from the front.
+        # Those that cover the most, then those that count from the front.
         best = min(right, key=lambda x: (-len(covered[x] & left), -len(covered[x]), _negative(x), str(x)))
         chosen.append(best)
         left -= covered[best]
@@ -85,11 +85,13 @@ def _search(calls: Sequence[Sample], again: Sequence[Sample]) -> list[Line]:
 
 
 def _ndims(call: Sample) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The numbers of dimensions of the inputs and of the results."""
     trial = Trial.of(call.target, call.args, call.kwargs, 2)
-    return tuple(t.ndim for t in trial.tensors), tuple(t.ndim for t in trial.whole)
+    return tuple(t.ndim for t in trial.tensors), tuple(t.ndim for t in trial.results)
 
 
-def _move(entries: Sequence[Entry], ndims: Sequence[int], front: bool) -> tuple[Entry, ...] | None:
+def _renumbered(entries: Sequence[Entry], ndims: Sequence[int], front: bool) -> tuple[Entry, ...] | None:
+    """The entries with dimensions counted from the front or from the end; None if a tensor does not have one."""
     moved = []
     for entry, n in zip(entries, ndims):
         if entry.letter == "S":
@@ -102,16 +104,17 @@ def _move(entries: Sequence[Entry], ndims: Sequence[int], front: bool) -> tuple[
 
 
 def _from_the_end(line: Line, ndims: Any) -> Line:
-    inputs, outputs = _move(line.inputs, ndims[0], False), _move(line.outputs, ndims[1], False)
+    """The line with dimensions counted from the end."""
+    inputs, outputs = _renumbered(line.inputs, ndims[0], False), _renumbered(line.outputs, ndims[1], False)
     return Line(inputs or (), outputs or (), line.local)
 
 
 def _covers(line: Line, by_call: Sequence[set[Line]], shapes: Sequence[Any]) -> set[tuple[int, Line]]:
-    """The candidates, by call, that a line stands for."""
+    """The candidates, with the number of their call, that a line covers."""
     found = set()
     for k, (lines, ndims) in enumerate(zip(by_call, shapes)):
         if (len(line.inputs), len(line.outputs)) == (len(ndims[0]), len(ndims[1])):
-            inputs, outputs = _move(line.inputs, ndims[0], True), _move(line.outputs, ndims[1], True)
+            inputs, outputs = _renumbered(line.inputs, ndims[0], True), _renumbered(line.outputs, ndims[1], True)
             if inputs is not None and outputs is not None and Line(inputs, outputs, line.local) in lines:
                 found.add((k, Line(inputs, outputs, line.local)))
     return found
@@ -124,12 +127,13 @@ def _negative(line: Line) -> bool:
 # -- source --------------------------------------------------------------------------------------------------------
 
 
-def _source(target: Any, lines: Sequence[Line], samples: InputPlacement | None, calls: int, carried: int) -> str:
+def _source(target: Any, lines: Sequence[Line], samples: SampleSource | None, calls: int, strategies: int) -> str:
+    """The source that registers these lines."""
     op = f"torch.ops.{target}"
     imports = ["import torch", "", "from paraxis import register_rule"]
     head = ""
     if samples is None:
-        imports += ["from paraxis.rules import table", "from paraxis.soundness import schema_samples"]
+        imports += ["from paraxis.rules import table", "from paraxis.rules.validation import schema_samples"]
         shown = f"lambda: schema_samples({op})"
     elif callable(samples) and _importable(samples):
         imports += ["from paraxis.rules import table", f"from {samples.__module__} import {samples.__qualname__}"]
@@ -137,12 +141,14 @@ def _source(target: Any, lines: Sequence[Line], samples: InputPlacement | None, 
     else:
         imports.append("from paraxis.rules import sample, table")
         listed = [_shown(op, call) for call in sample_calls(samples) if call.target is target]
-        head = "samples = [  # tensors of these shapes, drawn anew\n" + "".join(f"    {x},\n" for x in listed) + "]\n"
+        head = (
+            "samples = [  # tensors of these shapes, with new values\n" + "".join(f"    {x},\n" for x in listed) + "]\n"
+        )
         shown = "samples"
     note = (
-        f"Found by trying, without knowledge of the operator: right in {carried} runs on shards of {calls} calls, on "
-        f"{', '.join(map(str, WORLDS[:-1]))} and {WORLDS[-1]} ranks. Read it before use: does it hold for arguments "
-        f"that these calls do not have?"
+        f"Found by trial and error, without knowledge of the operator: right for {strategies} sharded strategies of "
+        f"{calls} calls, on {', '.join(map(str, WORLDS[:-1]))} and {WORLDS[-1]} ranks. Review it before use: does it "
+        f"hold for arguments that these calls do not have?"
     )
     comment = "\n".join(f"# {line}" for line in textwrap.wrap(note, 110))
     body = "".join(f'        "{line}",\n' for line in lines)
@@ -174,6 +180,6 @@ def _value(x: Any) -> str:
     low, high = (x.min().item(), x.max().item()) if x.numel() else (0, 1)
     if x.dtype.is_floating_point:
         return f"torch.empty({shape}, dtype={dtype}).uniform_({low:.3g}, {high:.3g})"
-    if x.numel() <= INLINE:
+    if x.numel() <= MAX_INLINE:
         return f"torch.tensor({x.tolist()}, dtype={dtype})"
     return f"torch.randint({low}, {high + 1}, {shape}, dtype={dtype})"

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def pointwise() -> list[Sample]:
-    """Elementwise operators, with broadcasting; also those that draw random numbers."""
+    """Pointwise operators, with broadcasting; also those that draw random numbers."""
     return [
         call(aten.add.Tensor, f(4, 8), f(4, 8)),
         call(aten.add.Tensor, f(4, 8), f(8), alpha=3),
@@ -87,7 +87,7 @@ def pointwise() -> list[Sample]:
 
 
 def matmuls() -> list[Sample]:
-    """Products and what behaves like them."""
+    """Matmuls and related operators."""
     solve = aten.linalg_solve_triangular.default
 
     def triangular(*shape: int) -> torch.Tensor:
@@ -125,7 +125,7 @@ def matmuls() -> list[Sample]:
 
 
 def grouped() -> list[Sample]:
-    """The experts of a mixture."""
+    """The experts of a mixture of experts."""
     import transformers.integrations.moe  # noqa: F401 -- defines the operator
 
     op = torch.ops.transformers.grouped_mm_fallback.default
@@ -241,17 +241,23 @@ def images() -> list[Sample]:
 
 
 def _sizes(spatial: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """Both ways to say how large an image becomes."""
+    """Both ways to specify the size of the result: a factor, or the size."""
     return [("vec", (None, [2.0] * spatial)), ("default", ([9, 10, 11][:spatial],))]
 
 
 def losses() -> list[Sample]:
-    """Carried out by a parallel layer: the classes are split, the operator itself cannot do that."""
-    return [call(aten.cross_entropy_loss.default, f(6, 8), i(8, 6))]
+    """The vocabulary-parallel loss: a parallel layer runs it, with the classes sharded."""
+    loss, weight = aten.cross_entropy_loss.default, torch.rand(8, dtype=torch.float64) + 0.5
+    return [
+        call(loss, f(6, 8), i(8, 6)),
+        call(loss, f(6, 8), i(8, 6), weight),
+        call(loss, f(4, 8, 3), i(8, 4, 3), None, 2, 3),
+        call(loss, f(8), i(8)),
+    ]
 
 
 def factories() -> list[Sample]:
-    """Operators that make tensors from nothing have nothing to divide."""
+    """Operators that create tensors."""
     return [call(aten.new_zeros.default, f(4, 6), [3, 8]), call(aten.new_full.default, f(4, 6), [3, 8], 2.0)]
 
 
@@ -271,4 +277,4 @@ FAMILIES: dict[str, Callable[[], list[Sample]]] = {
     "loss": losses,
     "factory": factories,
 }
-"""By the names under which rules are registered."""
+"""Sample calls by family: the rule of an operator names its family."""

@@ -1,4 +1,4 @@
-"""Sample calls of operators that change shapes: views, splits, reductions, look-ups."""
+"""Sample calls of operators that change shapes: views, splits, reductions, lookups."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def views() -> list[Sample]:
 
 
 def splits() -> list[Sample]:
-    """Cutting and joining."""
+    """Split, slice, concatenate, stack, pad."""
     return [
         call(aten.slice_scatter.default, f(4, 8), f(4, 3), 1, 2, 5),
         call(aten.slice_scatter.default, f(6, 4, 8), f(3, 4, 8), 0, 0, 6, 2),
@@ -128,7 +128,7 @@ def splits() -> list[Sample]:
 
 
 def reductions() -> list[Sample]:
-    """Fewer elements."""
+    """Reductions."""
     return [
         call(aten.sum.default, f(4, 6)),
         call(aten.sum.dim_IntList, f(4, 6, 8), [1]),
@@ -180,7 +180,7 @@ def reductions() -> list[Sample]:
 
 
 def lines() -> list[Sample]:
-    """Along a dimension."""
+    """Shape-preserving operators along a dimension."""
     return [
         call(aten.softmax.int, f(4, 6), -1),
         call(aten._softmax.default, f(4, 6, 8), 1, False),

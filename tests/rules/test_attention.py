@@ -1,0 +1,11 @@
+"""Scaled dot-product attention."""
+
+from __future__ import annotations
+
+import pytest
+from rules.families import validate
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples() -> None:
+    validate("attention")

@@ -1,0 +1,11 @@
+"""Grouped matmuls of a mixture of experts."""
+
+from __future__ import annotations
+
+import pytest
+from rules.families import validate
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples() -> None:
+    validate("grouped")

@@ -1,0 +1,11 @@
+"""Layer, RMS, group and batch norm."""
+
+from __future__ import annotations
+
+import pytest
+from rules.families import validate
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_samples() -> None:
+    validate("norm")

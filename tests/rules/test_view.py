@@ -1,0 +1,54 @@
+"""Views: reshapes, permutations, expansions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from rules.families import assert_offers, strategies, validate
+
+from paraxis.placement import Layout, Shard
+from paraxis.rules.validation.draw import f
+from paraxis.rules.view import carry, groups
+
+aten = torch.ops.aten
+
+
+def test_samples() -> None:
+    validate("view")
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "inputs", "outputs"),
+    [
+        (aten.view.default, (f(2, 24), [2, 4, 6]), ("S(1)",), ("S(1)",)),
+        (aten.view.default, (f(2, 4, 6), [2, 24]), ("S(1)",), ("S(1)",)),
+        (aten.view.default, (f(2, 8), [16]), ("P",), ("P",)),
+        (aten.transpose.int, (f(2, 4, 6), 1, 2), ("S(1)",), ("S(2)",)),
+    ],
+)
+def test_offers(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+    assert_offers(op, args, inputs, outputs)
+
+
+def test_groups_match_the_dimensions_of_a_reshape() -> None:
+    assert groups((2, 4, 24), (8, 4, 6)) == [([0, 1], [0]), ([2], [1, 2])]
+    assert groups((2, 3), (2, 3)) == [([0], [0]), ([1], [1])]
+
+
+def test_a_head_is_never_split_by_a_view() -> None:
+    heads = Shard.of(1, Layout.even(24, 2, unit=6))
+    assert carry(heads, (2, 24), (2, 4, 6)) == Shard.of(1, Layout.even(4, 2))
+    through = Shard.of(1, Layout.of(24, [[(0, 9)], [(9, 24)]]))
+    assert carry(through, (2, 24), (2, 4, 6)) is None
+
+
+def test_repeated_key_value_heads_follow_the_queries() -> None:
+    """``k[:, :, None].expand(...)`` on ranks that share a KV head gives each rank its own query heads."""
+    k = Shard.of(1, Layout.even(2, 4))
+    expanded = strategies(aten.expand.default, (f(1, 2, 1, 3, 4), [1, 2, 4, 3, 4]), [k], world=4)
+    mine = Shard.of({1: Layout.even(2, 4), 2: Layout.of(4, [[(0, 2)], [(2, 4)], [(0, 2)], [(2, 4)]])})
+    assert mine in [s.outputs[0] for s in expanded]
+    (flat,) = strategies(aten.reshape.default, (f(1, 2, 4, 3, 4), [1, 8, 3, 4]), [mine], world=4)
+    assert flat.outputs == (Shard.of(1, Layout.even(8, 4)),)

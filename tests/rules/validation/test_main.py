@@ -1,0 +1,26 @@
+"""The command ``python -m paraxis.rules.validation``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paraxis.rules import temporary_rules
+from paraxis.rules.registry import add, registered
+from paraxis.rules.validation.__main__ import main, survey
+
+aten = torch.ops.aten
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["aten.native_group_norm", "aten.cumsum"]) == 0
+    assert "aten.cumsum.default" in capsys.readouterr().out
+    with temporary_rules():
+        add([aten.cumsum.default], registered()[aten.relu.default])
+        assert main(["aten.cumsum", "--json"]) == 1
+    assert '"operator": "aten.cumsum.default"' in capsys.readouterr().out
+
+
+def test_survey_counts_calls_and_strategies() -> None:
+    (row,) = survey(["aten.cumsum"])
+    assert row.operator == "aten.cumsum.default" and row.calls == 1 and row.validated > 3 and not row.wrong
