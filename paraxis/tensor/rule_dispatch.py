@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ..placement import Replicate, Shard
-from ..rules.base import Call, InputPlacement, Tensor, rule_for
+from ..rules import Call, InputPlacement, Tensor, rule_for
 from .sharded_tensor import ShardedTensor, ShardSpec
 
 
