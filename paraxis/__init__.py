@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "parallelize_model": "api",
-    "plan_model": "plan.make",
+    "plan_model": "plan.offline",
     "warm_up": "runtime.warming",
     "no_sync": "data_parallel",
     "save_state": "weights.state",
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from .plan import Plan
     from .plan.diff import compare_plans
     from .plan.explain import explain_plan
-    from .plan.make import plan_model
+    from .plan.offline import plan_model
     from .report import report_plan
     from .rules import register_rule
     from .runtime.backend import parallelize_backend

@@ -1,11 +1,8 @@
-"""``parallelize_model``: from a model's name, directory or module to a tensor-parallel model."""
+"""``parallelize_model``: from a model's name, directory or module to a tensor-parallel model, step by step."""
 
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .config import RENAMED, Config
+from .capture.dummy_inputs import example_call
+from .config import Config, split_config
 from .context import ParallelExecutionCtx
 from .data_parallel import check_option
-from .distributed.consensus import all_gather_object, on_all_ranks
-from .errors import CheckpointError
-from .plan.make import make_plan
+from .distributed.consensus import on_all_ranks
+from .plan.apply import apply_plan
+from .plan.make import NotOneGraph, make_plan
+from .runtime.compiled_call import CompiledCall, plan_by_running
 from .runtime.model_methods import install_model_methods
 from .runtime.redirect_forward import compiled_call_of
-from .tensor.parameter_meta import HashableSlice, ParameterMeta, ParameterSlice
-from .tensor.sharded_tensor import ShardedTensor
-from .weights.hub import check_transformers_version, load_config_and_class, resolve_checkpoint
-from .weights.init import as_the_model_does, left_out, new_head
-from .weights.load import load_buffers
-from .weights.matching import match
-from .weights.materialize import checksums
-from .weights.meta_init import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
-from .weights.same_files import check_same_files
-from .weights.weight_map import check_checkpoint, collect_weight_map
+from .weights.build import attach, build_model
+from .weights.hub import check_transformers_version, resolve_checkpoint
+from .weights.map_weights import check_same_values, map_weights
+from .weights.materialize import materialize_parameters
 
 
 def parallelize_model(
@@ -74,164 +67,50 @@ def parallelize_model(
     check_option(parallel_ctx, config)
     examples = kwargs.pop("example_inputs", None)
     folder = None
+    # Resolve the checkpoint and build the model on the meta device.
     if not isinstance(model, nn.Module):
         check_transformers_version()
-        folder = resolve_checkpoint(
-            model, revision, cache_dir, local_files_only, weights=not skip_load_weights, group=parallel_ctx.world_group
-        )
+        weights = not skip_load_weights
+        folder = resolve_checkpoint(model, revision, cache_dir, local_files_only, weights, parallel_ctx.world_group)
         with on_all_ranks(parallel_ctx.world_group, f"building {os.fspath(model)!r}"):
-            model = _build(folder, model_args, torch_dtype, kwargs)
+            model = build_model(folder, model_args, torch_dtype, kwargs)
     elif kwargs:
         raise TypeError(f"unknown options for a module: {', '.join(kwargs)}")
-    parallelized = attach(model, parallel_ctx, torch_dtype if folder is None else None)
+    # Attach ParameterMeta, and note where every parameter is loaded from.
+    attach(model, parallel_ctx, torch_dtype if folder is None else None)
     if skip_load_weights:
         for parameter in parallel_ctx.param_cache.values():
-            _meta(parameter).source = None
-    if folder is not None and not skip_load_weights:
-        with on_all_ranks(parallel_ctx.world_group, "checking the checkpoint"):
-            made_up = _map_weights(parallelized, folder, parallel_ctx, config.cache_plans)
-        check_same_files(folder, parallel_ctx.weight_map.values(), parallel_ctx.world_group)
-        if made_up and parallel_ctx.is_first:
-            warnings.warn(_not_trained(made_up, folder), stacklevel=2)
-    _check_same_weights(parallel_ctx)
-    call = compiled_call_of(parallelized, parallel_ctx, config)
-    make_plan(call, parallel_ctx, config, examples)
-    if hasattr(parallelized, "generation_config") and folder is not None:
-        _load_generation_config(parallelized, folder)
-    install_model_methods(parallelized, parallel_ctx, call)
-    return parallelized
+            parameter._spec.source = None  # type: ignore[attr-defined]
+    elif folder is not None:
+        map_weights(model, folder, parallel_ctx, remember=config.cache_plans)
+    check_same_values(parallel_ctx)
+    # Make the plan, apply it, load the weights.
+    call = compiled_call_of(model, parallel_ctx, config)
+    _plan_and_load(call, parallel_ctx, config, examples)
+    # Install what makes it a parallel model.
+    if hasattr(model, "generation_config") and folder is not None:
+        _load_generation_config(model, folder)
+    install_model_methods(model, parallel_ctx, call)
+    return model
 
 
-# -- the steps -----------------------------------------------------------------------------------------------------
+def _plan_and_load(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> None:
+    plan = make_plan(call.module, ctx, config, examples)  # capture, solve; or a plan of the user or the cache
+    if isinstance(plan, NotOneGraph):  # each of its graphs is planned, applied and loaded when a first call meets it
+        args, kwargs = example_call(call.module, examples, ctx.current_device, config.objective)
+        plan_by_running(call, args, kwargs, plan.reason)
+        return
+    apply_plan(plan, ctx)
+    materialize_parameters(ctx, config)
 
 
 def _check_distributed(ctx: ParallelExecutionCtx) -> None:
     if not dist.is_available() or not dist.is_initialized() or ctx.tp_group is None:
         raise RuntimeError(
-            "torch.distributed is not initialized, so there are no ranks to split the model over. Start the program "
+            "torch.distributed is not initialized, so there are no ranks to shard the model over. Start the program "
             "with `torchrun --nproc-per-node=N script.py` and call `torch.distributed.init_process_group()` first, "
             "then pass the group: ParallelExecutionCtx(tp_group=torch.distributed.group.WORLD, current_device=...)."
         )
-
-
-def split_config(kwargs: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
-    """The fields of :class:`Config` among keyword arguments, and the others."""
-    names = {*(f.name for f in fields(Config)), *RENAMED}
-    config = Config(**{k: v for k, v in kwargs.items() if k in names})
-    return config, {k: v for k, v in kwargs.items() if k not in names}
-
-
-def _build(folder: Path, model_args: Sequence[Any], torch_dtype: Any, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The model without memory, in evaluation mode."""
-    model_config, model_cls, rest = load_config_and_class(folder, dict(kwargs))
-    before = torch.get_default_dtype()
-    model_config.dtype = _dtype(torch_dtype, model_config)
-    torch.set_default_dtype(model_config.dtype)
-    try:
-        with MetaAwareMethodsPatcher():
-            model = model_cls(model_config, *model_args, **rest).eval()
-    finally:
-        torch.set_default_dtype(before)
-    _keep_precision(model, model_config.dtype)
-    return model
-
-
-def _keep_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters and buffers the dtype that the model's class asks for, whatever the rest has."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    wanted = model._get_dtype_plan(dtype)  # type: ignore[operator]
-    if not wanted:
-        return
-    pattern, globs, _ = build_glob_alternation(list(wanted))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found = pattern.search(name)
-        if found is not None and found.lastgroup is not None and tensor.is_floating_point():
-            tensor.data = tensor.data.to(wanted[globs[found.lastgroup]])
-
-
-def build_on_meta(source: Any, torch_dtype: Any, kwargs: Mapping[str, Any]) -> nn.Module:
-    """The model of a Hub id, a directory or a configuration, without memory."""
-    import tempfile
-
-    if hasattr(source, "to_dict"):  # a configuration: the class that it names, or the language model of its type
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-        source = type(source).from_dict({**source.to_dict()})
-        if not source.architectures:
-            source.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING[type(source)].__name__]
-        with tempfile.TemporaryDirectory() as folder:
-            source.save_pretrained(folder)
-            return _build(Path(folder), (), torch_dtype, kwargs)
-    return _build(resolve_checkpoint(source, weights=False), (), torch_dtype, kwargs)
-
-
-def _dtype(wanted: torch.dtype | str | None, model_config: Any) -> torch.dtype:
-    if wanted is None or wanted == "auto":
-        wanted = getattr(model_config, "dtype", None) or torch.float32
-    dtype = getattr(torch, wanted.removeprefix("torch."), None) if isinstance(wanted, str) else wanted
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch_dtype={wanted!r} is not a dtype; use for example torch.bfloat16, 'bfloat16' or 'auto'")
-    return dtype
-
-
-def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any) -> nn.Module:
-    """Replace the parameters by empty sharded ones; the context starts afresh."""
-    if any(isinstance(p, ShardedTensor) and p._local.numel() for p in model.parameters()):
-        raise RuntimeError("this model is already parallel: call parallelize_model on a model once")
-    if dtype is not None and not isinstance(dtype, str):
-        model.to(dtype)
-    ctx.plan, ctx.compile_times, ctx.state.grad_reducer = None, 0, None
-    ctx.example_inputs, ctx.last_optimized_graph_module, ctx.state.repeats = [], None, {}
-    ctx.state.conversions = []
-    ctx.parallel_layer_cache.clear()
-    ctx.param_cache.clear()
-    ctx.param_cache.update(attach_parameter_meta(model, ctx.current_device, ctx.tp_group))
-    return model
-
-
-def _map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, remember: bool) -> list[str]:
-    """Match parameters with tensors of the checkpoint and check them all, from the headers alone.
-
-    Returns the parameters that a checkpoint of the base model alone does not have: they are initialized.
-    """
-    ctx.weight_map = collect_weight_map(folder)
-    prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
-    keys, ctx.state.conversions = match(model, ctx.param_cache, tied, ctx.weight_map, remember=remember, keep=ctx.is_first)
-    stored = {*keys, *(name for conversion in ctx.state.conversions for name in conversion.targets)}
-    absent = [name for name in ctx.param_cache if name not in stored]
-    made_up = new_head(model, absent, stored)
-    unsaved = [*left_out(model, absent), *made_up]
-    for name in unsaved:
-        _meta(ctx.param_cache[name]).init_fn = as_the_model_does(model, name)
-    expected = {name: p for name, p in ctx.param_cache.items() if name not in unsaved}
-    check_checkpoint(expected, keys, ctx.weight_map, tied, ctx.state.conversions)
-    for name, key in keys.items():
-        _meta(ctx.param_cache[name]).mapping = {HashableSlice(): ParameterSlice(source=key)}
-    load_buffers(model, ctx.weight_map, prefix)
-    return made_up
-
-
-def _not_trained(names: list[str], folder: Path) -> str:
-    some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    verb = "is" if len(names) == 1 else "are"
-    return (
-        f"{str(folder)!r} holds the base model alone: {some} {verb} not in it and will be "
-        "initialized at random. Train the model before you use what it gives."
-    )
-
-
-def _check_same_weights(ctx: ParallelExecutionCtx) -> None:
-    """A module that comes with values must come with the same ones on every rank."""
-    mine = checksums(ctx.param_cache)
-    answers = all_gather_object(ctx.world_group, mine, "comparing the weights of the module")
-    for rank, theirs in enumerate(answers):
-        differing = [n for n in {**theirs, **answers[0]} if theirs.get(n) != answers[0].get(n)]
-        if differing:
-            raise CheckpointError(
-                f"the ranks hold different values: {len(differing)} parameters of rank {rank} differ from rank 0's "
-                f"(first {differing[0]}). Seed all ranks alike before building the module, or load the same weights."
-            )
 
 
 def _load_generation_config(model: nn.Module, folder: Path) -> None:
@@ -239,7 +118,3 @@ def _load_generation_config(model: nn.Module, folder: Path) -> None:
 
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-
-
-def _meta(parameter: nn.Parameter) -> ParameterMeta:
-    return parameter._spec  # type: ignore[attr-defined,no-any-return]

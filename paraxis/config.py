@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -113,3 +113,10 @@ class Config:
         """The former name of :attr:`cache_plans`."""
         warnings.warn("Config.keep_plans is deprecated: use cache_plans", DeprecationWarning, stacklevel=2)
         return self.cache_plans
+
+
+def split_config(kwargs: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
+    """The fields of :class:`Config` among keyword arguments, and the others."""
+    names = {*(f.name for f in fields(Config)), *RENAMED}
+    config = Config(**{k: v for k, v in kwargs.items() if k in names})
+    return config, {k: v for k, v in kwargs.items() if k not in names}

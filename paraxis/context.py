@@ -22,8 +22,33 @@ if TYPE_CHECKING:
 
 
 @dataclass
+class EngineState:
+    """What the engine notes between its stages.
+
+    Attributes:
+        planning: Whether a plan is being made: graphs that are compiled now add to it.
+        searching: Whether that is done without running anything: no parameter has a placement or storage.
+        simulated: Whether the ranks are simulated, without weights.
+        aliases: For parameters that several modules share: all their names, by the first.
+        repeats: How many parameters of the model one that is planned stands for, where blocks are planned once.
+        conversions: Parameters that the checkpoint stores in another form.
+        grad_reducer: What averages gradients over data-parallel ranks, where there are any.
+        pass_seconds: Seconds spent in each pass, by its name.
+    """
+
+    planning: bool = False
+    searching: bool = False
+    simulated: bool = False
+    aliases: dict[str, list[str]] = field(default_factory=dict)
+    repeats: dict[str, int] = field(default_factory=dict)
+    conversions: list[Any] = field(default_factory=list)
+    grad_reducer: GradReducer | None = None
+    pass_seconds: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class ParallelExecutionCtx:
-    """The runtime side of a parallelization: where it runs and what it has made so far.
+    """Where a model runs in parallel, and what was made for it so far.
 
     Attributes:
         tp_group: The tensor-parallel process group; a one-dimensional ``DeviceMesh`` (``mesh["tp"]``) is taken too.
@@ -34,15 +59,11 @@ class ParallelExecutionCtx:
         parallel_layer_cache: Parallel layers by the parameters and flags they were made for.
         param_cache: Parameters by name.
         weight_map: Parameter name to the file that holds it.
-        conversions: Parameters that the checkpoint stores in another form.
         last_optimized_graph_module: The local program of the last compilation.
         compile_times: How many graphs were compiled for execution.
         plan: The solved plan, once there is one.
-        planning: Whether the plan is still being made: graphs that are compiled now add to it.
         timings: Seconds spent in each stage: capture, decompose, search, rewrite, load.
-        aliases: For parameters that several modules share: all their names, by the first.
-        repeats: How many parameters of the model one that is planned stands for, where blocks are planned once.
-        grad_reducer: What averages gradients over data-parallel ranks, where there are any.
+        state: What the engine notes between its stages; not for users.
     """
 
     tp_group: dist.ProcessGroup = None  # type: ignore[assignment]
@@ -52,15 +73,11 @@ class ParallelExecutionCtx:
     parallel_layer_cache: dict[Any, nn.Module] = field(default_factory=dict)
     param_cache: dict[str, nn.Parameter] = field(default_factory=dict)
     weight_map: dict[str, str] = field(default_factory=dict)
-    conversions: list[Any] = field(default_factory=list)
     last_optimized_graph_module: GraphModule | None = None
     compile_times: int = 0
     plan: Plan | None = None
-    planning: bool = False
     timings: dict[str, float] = field(default_factory=dict)
-    aliases: dict[str, list[str]] = field(default_factory=dict)
-    repeats: dict[str, int] = field(default_factory=dict)
-    grad_reducer: GradReducer | None = None
+    state: EngineState = field(default_factory=lambda: EngineState(), init=False, repr=False)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:

@@ -27,3 +27,7 @@ class CaptureError(RuntimeError):
 
 class GraphBreak(CaptureError):
     """The model cannot be captured as one graph, but it can be run as several."""
+
+
+class ConstraintError(ValueError):
+    """A constraint that means nothing for this model, or constraints that cannot hold together."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -57,7 +58,7 @@ def setup_data_parallel(parameters: Mapping[str, nn.Parameter], ctx: ParallelExe
         if meta.dp_shard is None:
             reducer.add(parameter)
     if ctx.plan is not None:
-        ctx.plan.data_parallel = _describe(ctx, config)
+        ctx.plan = replace(ctx.plan, data_parallel=_describe(ctx, config))
 
 
 def _check_same_placements(parameters: Mapping[str, nn.Parameter], ctx: ParallelExecutionCtx) -> None:

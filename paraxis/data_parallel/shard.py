@@ -6,7 +6,7 @@ Gradients need no hooks here: the gradient of unsharding is a reduce-scatter (se
 
 from __future__ import annotations
 
-from torch.fx import Graph
+from torch.fx import GraphModule
 
 from ..config import Config
 from ..context import ParallelExecutionCtx
@@ -26,10 +26,12 @@ def shard_over_dp(meta: ParameterMeta, ctx: ParallelExecutionCtx) -> None:
     meta.dp_shard = make_dp_shard(meta.name, meta.placement, meta.shape, ctx.groups, ctx.mesh)
 
 
-def unshard_at_first_use(graph: Graph) -> None:
+def unshard_at_first_use(program: GraphModule) -> None:
     """Move the unsharding of every parameter right before its first use, so that few are unsharded at a time."""
+    graph = program.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     for node in [n for n in graph.nodes if n.target is unwrap]:
         users = sorted(node.users, key=lambda user: order[user])
         if users:
             users[0].prepend(node)
+    program.recompile()

@@ -123,10 +123,10 @@ def export_plan(
         raise ValueError(f"there is no format {target!r}: use one of {', '.join(FORMATS)}")
     if tp_size < 2:
         raise ValueError("a plan for one rank splits nothing: give two ranks or more")
-    from .. import api
-    from ..plan.make import plan_model
+    from ..plan.offline import plan_model
+    from ..weights.build import build_on_meta
 
-    built: Any = api.build_on_meta(model, None, {})
+    built: Any = build_on_meta(model, None, {})
     try:
         plan = plan_model(model, tp_size, **kwargs)
     except CaptureError as error:

@@ -43,3 +43,14 @@ def is_view(node: Node) -> bool:
     if name in ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::matmul", "aten::linear"):
         return name not in ("aten::matmul", "aten::linear")  # these may return an alias
     return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+
+
+def has_side_effect(node: Node) -> bool:
+    """Whether a call must stay where it is: it writes to memory, or switches gradients on or off."""
+    if node.op != "call_function":
+        return False
+    if node.meta.get("writes"):
+        return True
+    if isinstance(node.target, torch._ops.OpOverload):
+        return bool(node.target._schema.is_mutable)
+    return "grad_enabled" in str(node.target)

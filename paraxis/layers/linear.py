@@ -15,7 +15,7 @@ from ..distributed import (
     differentiable_reduce_scatter_sum,
     redistribute,
 )
-from ..distributed.redistribute import _Term, slice_dim
+from ..distributed.redistribute import _MaskToRank0, slice_dim
 from ..kernels.cpu.gemv import linear
 from ..placement import REPLICATE, Layout, Placement, Shard, ensure_divisibility
 from ..tensor.sharded_tensor import ShardedTensor, unwrap
@@ -219,7 +219,7 @@ class RowParallelLinear(_ParallelLinear):
         bias = self._bias(REPLICATE)
         if not self.reduce_output:
             if bias is not None and torch.is_grad_enabled():
-                bias = _Term.apply(bias, self.group)
+                bias = _MaskToRank0.apply(bias, self.group)
             elif self.rank:  # what the same comes to without a backward pass
                 bias = None
             return self._matmul(input, bias)

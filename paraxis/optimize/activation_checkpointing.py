@@ -18,18 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
 from ..distributed.random import RandomState
-
-REGION = "region"
-"""Where a node of the local program says which region it is of."""
-
-RANDOM = "random state"
-"""Where a local program has what its random operators draw from."""
-
-
-def region_of(captured: Node | None) -> str | None:
-    """The name of the region that a captured node is, if it is one."""
-    is_region = captured is not None and getattr(captured.target, "_name", "") == "tag_activation_checkpoint"
-    return captured.name if is_region and captured is not None else None
+from ..graph.local_program import REGION, info_of
 
 
 def recompute(module: GraphModule) -> int:
@@ -47,7 +36,7 @@ def recompute(module: GraphModule) -> int:
         piece = _between(nodes[0], nodes[-1])
         if {n.meta.get(REGION, name) for n in piece} != {name} or any(map(_writes, piece)):
             continue
-        _extract(module, piece, f"recomputed_{count}", module.meta.get(RANDOM))
+        _extract(module, piece, f"recomputed_{count}", info_of(module).random)
         count += 1
     if count:
         module.graph.lint()

@@ -21,9 +21,9 @@ aten = torch.ops.aten
 def use_cpu_matmul(module: GraphModule, compiled: bool = False) -> int:
     """Let products of layers that are not parallel, and of experts, be done by the faster kernels; how many.
 
-    ``compiled``: by operators that a compiler leaves alone. Those of layers are found later, by :class:`Rows`.
+    ``compiled``: by operators that a compiler leaves alone. Those of layers are found later, by :class:`CpuMatmulPass`.
     """
-    grouped = torch.ops.paraxis.grouped_rows.default if compiled else few_rows.grouped
+    grouped = torch.ops.paraxis.cpu_grouped_mm.default if compiled else few_rows.grouped_mm
     count = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.linear.default):
         if not compiled and not node.kwargs:
@@ -38,7 +38,7 @@ def use_cpu_matmul(module: GraphModule, compiled: bool = False) -> int:
     return count
 
 
-class Rows(CustomGraphPass):
+class CpuMatmulPass(CustomGraphPass):
     """What Inductor does with products before it looks for other patterns."""
 
     def __call__(self, graph: Graph) -> None:
@@ -67,7 +67,7 @@ class Rows(CustomGraphPass):
 def _operator(x: Any, weight: Any, bias: Any) -> Any:
     """The one that multiplies these faster; None if there is none."""
     shown = [node.meta.get("val") if isinstance(node, Node) else None for node in (x, weight)]
-    operators = ((few_rows, torch.ops.paraxis.few_rows), (many_rows, torch.ops.paraxis.many_rows))
+    operators = ((few_rows, torch.ops.paraxis.cpu_gemv), (many_rows, torch.ops.paraxis.onednn_linear))
     operator = next((found.default for kernel, found in operators if kernel.fits(*shown)), None)
     if operator and bias is not None and tuple(bias.meta["val"].shape) != (shown[1].shape[1],):  # type: ignore[union-attr]
         return None

@@ -14,8 +14,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.cpu.build import watched
+from ..kernels.cpu.build import must_use_aten
 from ..kernels.cpu.decode_attention import decode_attention
+from ..tensor.graph_io import wrap_shard
 from ..tensor.sharded_tensor import unwrap
 
 aten = torch.ops.aten
@@ -52,7 +53,7 @@ def append_kv_cache_in_place(module: GraphModule, compiled: bool = False) -> int
 
 def _is_kept(node: Node) -> bool:
     """Whether the caller gets it, sharded: a plain tensor may be looked at more closely."""
-    return any(getattr(user.target, "__name__", "") == "keep_sharded" for user in node.users)
+    return any(user.target is wrap_shard for user in node.users)
 
 
 def _is_given(node: Any) -> bool:
@@ -102,7 +103,7 @@ def attend_extended(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention of one query on keys and values with one more row each, and these."""
-    if watched():
+    if must_use_aten():
         keys, values = append(keys, key, 2), append(values, value, 2)
         shared = query.shape[1] != keys.shape[1]
         return scaled_dot_product_attention(query, keys, values, scale=scale, enable_gqa=shared), keys, values

@@ -1,91 +1,84 @@
-"""Fewer, larger collectives: small sums that do not wait for one another are summed together.
+"""Fewer, larger collectives: small all-reduces that do not wait for one another become one.
 
 A norm over a sharded dimension needs one number per token from all ranks; query and key norms need two such numbers,
-which are ready at about the same time. A collective costs mostly its latency, so they share one.
+which are ready at about the same time. A small all-reduce costs mostly its latency, so they share one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
 from math import prod
-from typing import Any
 
-import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
-from ..plan import CollectivePlan
+from ..distributed.operators import all_reduce, all_reduce_coalesced
+from ..graph.local_program import COLLECTIVE, FULL, info_of
+from ..graph.mutation import has_side_effect
 from ..solver.program import hint
 
-LIMIT = 1 << 16
-"""Bytes up to which a sum is worth copying to save a collective."""
+MAX_BYTES = 1 << 16
+"""Size up to which a tensor is worth copying to save a collective."""
 
 
-def merge_all_reduces(graph: Graph, collectives: list[CollectivePlan], impure: Callable[[Node], bool]) -> None:
-    """Combine small all-reduces in place; ``collectives`` loses those that joined another one.
-
-    A sum is known by ``meta["sum"]``: the function that reduces a tensor, its plan, and the fake of the tensor.
-    """
-    sums = [node for node in graph.nodes if "sum" in node.meta and _bytes(node) <= LIMIT]
-    done: set[Node] = set()
-    for i, first in enumerate(sums):
-        if first in done:
+def merge_all_reduces(module: GraphModule) -> int:
+    """Merge pairs of small all-reduces in place; the program's list of collectives loses those that joined another."""
+    graph: Graph = module.graph
+    collectives = info_of(module).collectives
+    small = [n for n in graph.find_nodes(op="call_function", target=all_reduce) if _bytes(n) <= MAX_BYTES]
+    merged: set[Node] = set()
+    for i, first in enumerate(small):
+        if first in merged:
             continue
-        for second in sums[i + 1 :]:
-            if second in done or second.meta["sum"][2].dtype != first.meta["sum"][2].dtype:
+        for second in small[i + 1 :]:
+            same = second.args[1:] == first.args[1:] and second.meta[FULL].dtype == first.meta[FULL].dtype
+            if second in merged or not same:
                 continue
-            waiting = _between(first, second, impure)
-            if waiting is not None:
-                _join(graph, first, second, waiting)
-                plan, other = first.meta["sum"][1], second.meta["sum"][1]
-                if plan in collectives and other in collectives:
+            dependent = _between(first, second)
+            if dependent is not None:
+                one, other = first.meta.get(COLLECTIVE), second.meta.get(COLLECTIVE)
+                _merge(graph, first, second, dependent)
+                if one in collectives and other in collectives:
                     collectives.remove(other)
-                    plan.module = f"{plan.module} + {other.module}"
-                done |= {first, second}
+                    one.module = f"{one.module} + {other.module}"
+                merged |= {first, second}
                 break
+    if merged:
+        module.recompile()
+    return len(merged) // 2
 
 
 def _bytes(node: Node) -> int:
-    fake = node.meta["sum"][2]
+    fake = node.meta[FULL]
     return prod((hint(n) for n in fake.shape), start=1) * int(fake.dtype.itemsize)
 
 
-def _between(first: Node, second: Node, impure: Callable[[Node], bool]) -> list[Node] | None:
-    """The nodes between two sums that need the first one; None if the second does too, or if order matters there."""
-    waiting, known = [], {first}
+def _between(first: Node, second: Node) -> list[Node] | None:
+    """The nodes between that depend on the first; None if the second does too, or if order matters there."""
+    dependent, known = [], {first}
     node = first.next
     while node is not second:
-        if node.op == "output" or impure(node):  # an earlier join has moved the first one behind the second
+        if (
+            node.op == "output" or has_side_effect(node) or "random" in node.meta
+        ):  # an earlier merge has moved the first one behind the second
             return None
         if known & set(node.all_input_nodes):
             known.add(node)
-            waiting.append(node)
+            dependent.append(node)
         node = node.next
-    return None if known & set(second.all_input_nodes) else waiting
+    return None if known & set(second.all_input_nodes) else dependent
 
 
-def _join(graph: Graph, first: Node, second: Node, waiting: list[Node]) -> None:
-    reduce = first.meta["sum"][0]
-
-    def sum_together(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        both: Any = reduce(torch.cat([a.reshape(-1), b.reshape(-1)]))
-        return both[: a.numel()].view(a.shape), both[a.numel() :].view(b.shape)
-
-    sum_together.__module__ = "paraxis"
-    sum_together.__qualname__ = "sum_together"
+def _merge(graph: Graph, first: Node, second: Node, dependent: list[Node]) -> None:
     with graph.inserting_before(second):
-        joined = graph.call_function(sum_together, (first.args[0], second.args[0]))
-        parts = [graph.call_function(_item, (joined, k)) for k in range(2)]
-    for part, node in zip((joined, *parts), (first, first, second), strict=True):
-        part.meta = {key: value for key, value in node.meta.items() if key != "sum"}
-    first.replace_all_uses_with(parts[0])
-    second.replace_all_uses_with(parts[1])
+        both = graph.call_function(all_reduce_coalesced, ([first.args[0], second.args[0]], *first.args[1:]))
+        results = [graph.call_function(operator.getitem, (both, k)) for k in range(2)]
+    for new, old in zip((both, *results), (first, first, second), strict=True):
+        new.meta = dict(old.meta)
+    first.replace_all_uses_with(results[0])
+    second.replace_all_uses_with(results[1])
     last = second
     graph.erase_node(first)
-    for node in waiting:
+    for node in dependent:
         last.append(node)
         last = node
     graph.erase_node(second)
-
-
-def _item(pair: tuple[torch.Tensor, torch.Tensor], k: int) -> torch.Tensor:
-    return pair[k]

@@ -1,10 +1,11 @@
 """The passes from a captured graph to the local program, their base classes and the pipeline."""
 
 from .annotate import ParallelLayerAnnotatePass
-from .base import AnalyzeBase, PassBase, PassPipeline
+from .base import AnalyzeBase, PassBase, PassPipeline, Rewrite
 from .initialize import InitializeOrLoadWeightsPass
 from .pipeline import build_parallel_pass_pipeline, without_loading
 from .replace import ParallelLayerReplacePass
+from .setting import Setting
 from .solve import ParallelAxisSolverPass
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "ParallelLayerReplacePass",
     "PassBase",
     "PassPipeline",
+    "Rewrite",
+    "Setting",
     "build_parallel_pass_pipeline",
     "without_loading",
 ]

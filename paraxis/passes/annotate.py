@@ -12,7 +12,7 @@ from ..placement import Partial, Placement, Replicate, Shard
 from ..solver import Value
 from .base import AnalyzeBase
 from .layers import Layer, find_layers, is_gathered, uses
-from .solve import RESULT, Solved
+from .solve import Solved, solved_of
 
 OWN = "layer"
 """Where a node of the decomposed graph has what was found of the layer that it is."""
@@ -30,12 +30,12 @@ class ParallelLayerAnnotatePass(AnalyzeBase):
     on a transposed weight, ``x @ w.T``).
     """
 
+    name = "annotate"
     FIELDS = ("axis", "gather_output", "input_is_parallel", "sequence_parallel")
 
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
-        solved: Solved | None = graph_module.meta.get(RESULT)
-        if solved is None:
-            raise RuntimeError("ParallelLayerAnnotatePass needs a solution: run ParallelAxisSolverPass first")
+        """Mark every layer of the captured graph."""
+        solved = solved_of(graph_module)
         users = uses(solved)
         produced = {
             value: placement

@@ -8,6 +8,7 @@ from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..weights import materialize_parameters
 from .base import PassBase
+from .setting import Setting
 
 
 class InitializeOrLoadWeightsPass(PassBase):
@@ -18,6 +19,13 @@ class InitializeOrLoadWeightsPass(PassBase):
     their shard are left alone, so later captures do nothing here.
     """
 
+    name = "initialize"
+
+    def applies(self, setting: Setting) -> bool:
+        """Only where the program will run."""
+        return setting.runs
+
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
+        """Load what has no storage yet."""
         materialize_parameters(ctx, config)
         return graph_module

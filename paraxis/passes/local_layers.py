@@ -67,7 +67,9 @@ def _parameter(node: Node | None, solved: Solved, ctx: ParallelExecutionCtx) -> 
     if node is None or solved.parameters[node].meta is None:
         return None
     found = ctx.param_cache.get(solved.parameters[node].name)
-    return found if isinstance(found, ShardedTensor) else None  # type: ignore[return-value]
+    if not isinstance(found, ShardedTensor) or found._spec.placement is None:  # or a plan is being searched
+        return None
+    return found  # type: ignore[return-value]
 
 
 def _splits(weight: nn.Parameter, layer: Layer, strategy: Strategy) -> bool:

@@ -1,8 +1,8 @@
-"""Rewriting the global program into the local one.
+"""Partitioning: from the global program and its solution to the local program of one rank.
 
 The solution says, for every operator, the placements of its inputs and outputs. The partitioner goes through the ATen
-graph once, keeps for every value the versions of it that exist (as it was made, gathered, shared, ...), makes a missing
-version by a redistribution, and emits each operator with local sizes.
+graph once, holds for every value the versions of it that exist (as computed, all-gathered, shared, ...), makes a
+missing version by a redistribution (:mod:`paraxis.distributed.operators`), and emits each operator with local sizes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from torch.fx import Graph, GraphModule, Node
 from ..capture import mark_output_op
 from ..context import ParallelExecutionCtx
 from ..distributed.consensus import is_rank0_only
+from ..distributed.operators import COLLECTIVES, encode, redistribution
 from ..distributed.random import RandomState
-from ..distributed.redistribute import redistribute, slice_box
-from ..graph.mutation import IN_PLACE, is_view, mutated
+from ..graph.local_program import COLLECTIVE, FULL, INFO, REGION, Collective, ProgramInfo, region_of
+from ..graph.mutation import IN_PLACE, has_side_effect, is_view, mutated
 from ..graph.nodes import captured_module_of
-from ..optimize.activation_checkpointing import RANDOM, REGION, region_of
-from ..optimize.merge_all_reduces import merge_all_reduces
 from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate, Shard
-from ..plan import CollectivePlan
 from ..rules import Strategy
 from ..solver import Step, Value
 from ..solver.program import is_tensor, tensor_of, value_of
-from ..tensor.sharded_tensor import ShardSpec, unwrap, wrap
+from ..tensor.graph_io import wrap_shard, write_shard
+from ..tensor.sharded_tensor import unwrap
 from .layers import Layer, find_layers
 from .local_layers import make_layer
 from .reasons import reason_for
@@ -53,12 +52,11 @@ class Partitioner:
         self.nodes: dict[Node, Node] = {}
         self.steps = {step.node: step for step in solved.program.steps}
         self.layers = {layer.step: layer for layer in find_layers(solved)}
-        self.collectives: list[CollectivePlan] = []
+        self.info = ProgramInfo()
         self._made_by = {value: step for step in solved.program.steps for value in step.outputs}
         self._asking: Step | None = None
         self._memory: set[Node] = set()
         """Nodes that are the memory of an input, as it came or written to."""
-        self._random: RandomState | None = None
 
     def run(self) -> GraphModule:
         """The local program, with the placeholders of the captured graph."""
@@ -67,11 +65,11 @@ class Partitioner:
             before = next(iter(reversed(self.graph.nodes)), None)
             emit(node)
             self._note_region(node, before)
-        merge_all_reduces(self.graph, self.collectives, lambda n: _impure(n) or n.meta.get("random", False))
-        self.solved.order += [f"{c.kind} {c.module}" for c in self.collectives]
         module = GraphModule(self.root, self.graph, class_name="LocalProgram")
-        module.meta[RANDOM] = self._random
-        module.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or _impure(n))
+        module.meta[INFO] = self.info
+        module.graph.eliminate_dead_code(
+            is_impure_node=lambda n: n.op in ("placeholder", "output") or has_side_effect(n)
+        )
         module.recompile()
         return module
 
@@ -157,8 +155,8 @@ class Partitioner:
         elif step.home is not None and new not in self._memory:
             place = self.home[step.home]
             source = self.fetch(step.outputs[0], place)
-            write = named(lambda local, value: local.copy_(value), "write")
-            self.graph.call_function(write, (self.versions[step.home][place], source)).meta["writes"] = True
+            written = (self.versions[step.home][place], source)
+            self.graph.call_function(aten.copy_.default, written).meta["writes"] = True
 
     def _keep_up(self, node: Node, strategy: Strategy) -> None:
         """A write into a sharded input (a cache) must reach its shard, and no older version of it may be used."""
@@ -174,8 +172,9 @@ class Partitioner:
         if base is target and strategy.inputs[0] == placement:  # written where it is
             self.versions[value] = {placement: self.versions[value][placement]}
             return
-        local, whole = (self.versions[value][p] for p in (placement, REPLICATE))
-        self.graph.call_function(_write_back(placement, self.rank), (local, whole)).meta["writes"] = True
+        local, full = (self.versions[value][p] for p in (placement, REPLICATE))
+        args = (local, full, encode(placement), self.group.group_name)
+        self.graph.call_function(write_shard, args).meta["writes"] = True
 
     def _emit_operator(self, step: Step, strategy: Strategy, locals_: list[Node]) -> Node:
         taken = iter(locals_)
@@ -196,20 +195,20 @@ class Partitioner:
         if strategy.localize is not None:
             target, args, kwargs = strategy.localize(target, args, kwargs, self.rank)
         if is_random(step.node):
-            if self._random is None:
-                self._random = RandomState(
-                    self.group, self.ctx.current_device, self.ctx.dp_rank, agreed=not is_rank0_only()
-                )
-            seeded = named(_seeded(self._random, target, strategy.is_sharded), f"random_{_name(target)}")
-            return self._random_call(seeded, target, tuple(args), kwargs)
-        elif not isinstance(target, torch._ops.OpOverload) and hasattr(target, "__name__"):
-            target = named(target, target.__name__)
+            return self._emit_random(target, strategy.is_sharded, tuple(args), kwargs)
+        if not isinstance(target, torch._ops.OpOverload) and hasattr(target, "__name__"):
+            target = _printable(target)
         return self.graph.call_function(target, tuple(args), kwargs)
 
-    def _random_call(self, seeded: Any, target: Any, args: tuple[Any, ...], kwargs: Any) -> Node:
+    def _emit_random(self, target: Any, sharded: bool, args: tuple[Any, ...], kwargs: Any) -> Node:
+        if self.info.random is None:
+            self.info.random = RandomState(
+                self.group, self.ctx.current_device, self.ctx.dp_rank, agreed=not is_rank0_only()
+            )
+        seeded = SeededOperator(self.info.random, target, sharded)
         node = self.graph.call_function(seeded, args, kwargs)
         node.meta["random"] = target  # numbers are drawn in the order of the program
-        self.solved.order.append(seeded.__name__)
+        self.info.order.append(seeded.__name__)
         return node
 
     def _emit_layer(self, layer: Layer, strategy: Strategy) -> Node | None:
@@ -218,7 +217,7 @@ class Partitioner:
         if made is None:
             return None
         path, module = made
-        self.solved.order.append(f"{path} {[str(p) for p in (*strategy.inputs, *strategy.outputs)]}")
+        self.info.order.append(f"{path} {[str(p) for p in (*strategy.inputs, *strategy.outputs)]}")
         while self.modules.setdefault(path, module) is not module:
             path += "_"
         _add_submodule(self.root, path, module)
@@ -241,8 +240,8 @@ class Partitioner:
             local = self.fetch(value, placement)
             if not isinstance(placement, Shard):
                 return local
-            shape = tuple(n if isinstance(n, int) else None for n in tensor_of_value(value).shape)
-            return self.graph.call_function(_wrapper(placement, shape, self.group), (local,))
+            shape = tuple(n if isinstance(n, int) else -1 for n in tensor_of_value(value).shape)
+            return self.graph.call_function(wrap_shard, (local, encode(placement), shape, self.group.group_name))
 
         self.graph.output(torch.fx.map_arg(node.args[0], leave))
 
@@ -270,11 +269,7 @@ class Partitioner:
             return self.fetch(value, need)
         node = versions[source]
         if not self._is_free(value, source, need):
-            move = self._redistribution(value, source, need)
-            node = self.graph.call_function(move, (node,))
-            node.meta["placement"] = (need,)
-            if move.__name__ == "all_reduce" and self.ctx.world_size > 1:
-                node.meta["sum"] = (self._plain_sum(), self.collectives[-1], tensor_of_value(value))
+            node = self._redistribute(value, node, source, need)
         versions[need] = node
         return node
 
@@ -291,26 +286,23 @@ class Partitioner:
         fake = tensor_of_value(value)
         return both and not (self.grad and (fake.dtype.is_floating_point or fake.dtype.is_complex))
 
-    def _redistribution(self, value: Value, source: Placement, need: Placement) -> Callable[..., Any]:
+    def _redistribute(self, value: Value, node: Node, source: Placement, need: Placement) -> Node:
         fake = tensor_of_value(value)
         shape = tuple(n if isinstance(n, int) else None for n in fake.shape)
-        kind = _collective(source, need)
-        self.solved.order.append(f"{kind} {captured_module_of(value.node)} {shape} {fake.dtype} {source} {need}")
-        if kind in ("all_reduce", "all_gather", "reduce_scatter") and self.ctx.world_size > 1:
-            made_by = self._made_by.get(value)
-            reason = reason_for(source, made_by, self.layers.get(made_by) if made_by else None, self._asking)
+        operator_, args = redistribution(source, need, shape, self.group.group_name)
+        module = captured_module_of(value.node)
+        self.info.order.append(f"{operator_} {module} {shape} {fake.dtype} {source} {need}")
+        moved = self.graph.call_function(operator_, (node, *args))
+        moved.meta["placement"] = (need,)
+        moved.meta[FULL] = fake
+        if operator_ in COLLECTIVES and self.ctx.world_size > 1:
+            producer = self._made_by.get(value)
+            reason = reason_for(source, producer, self.layers.get(producer) if producer else None, self._asking)
             dtype = str(fake.dtype).removeprefix("torch.")
-            self.collectives.append(CollectivePlan(kind, captured_module_of(value.node), shape, dtype, reason))
-        group = self.group
-
-        def move(x: torch.Tensor) -> torch.Tensor:
-            return redistribute(x, source, need, shape, group)
-
-        return named(move, kind)
-
-    def _plain_sum(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        group = self.group
-        return lambda x: redistribute(x, PARTIAL, REPLICATE, tuple(x.shape), group)
+            collective = Collective(COLLECTIVES[operator_], module, shape, dtype, reason)
+            self.info.collectives.append(collective)
+            moved.meta[COLLECTIVE] = collective
+        return moved
 
     def _global_size(self, value: Value, dim: int) -> Node:
         """The global size of a dimension, from the local tensor."""
@@ -335,20 +327,22 @@ def _splits(placement: Placement) -> bool:
     return isinstance(placement, Shard) and bool(placement.layouts)
 
 
-def _collective(source: Placement, need: Placement) -> str:
-    """What a redistribution is called."""
-    if isinstance(source, Partial):
-        return "reduce_scatter" if _splits(need) else "all_reduce"
-    if _splits(source):
-        return "all_gather"
-    if _splits(need):
-        return "take_shard"
-    return "first_rank_only" if isinstance(need, Partial) else "share" if isinstance(need, Shard) else "unshare"
+class SeededOperator:
+    """A random operator that draws from the state of the program: ranks agree where its result is replicated."""
+
+    def __init__(self, state: RandomState, target: Any, sharded: bool) -> None:
+        self.state, self.target, self.sharded = state, target, sharded
+        self.__name__ = self.__qualname__ = f"random_{_name(target)}"
+        self.__module__ = "paraxis"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Draw, and count on in the state."""
+        return self.state.run(self.target, self.sharded, *args, **kwargs)
 
 
-def named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A function under a readable name in the generated code."""
-
+def _printable(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A local function of a rule under a name that generated code can have."""
+    name = function.__name__
     if isinstance(function, FunctionType) and function.__kwdefaults__ is None:  # the same, without one more call
         inside = function.__globals__, name, function.__defaults__, function.__closure__
         call: Callable[..., Any] = FunctionType(function.__code__, *inside)
@@ -366,30 +360,6 @@ def _name(target: Any) -> str:
     return target._schema.name.split("::")[1] if hasattr(target, "_schema") else getattr(target, "__name__", "function")
 
 
-def _seeded(state: RandomState, target: Any, sharded: bool) -> Callable[..., Any]:
-    return lambda *args, **kwargs: state.run(target, sharded, *args, **kwargs)
-
-
-def _wrapper(placement: Shard, shape: tuple[int | None, ...], group: Any) -> Callable[..., Any]:
-    spec, rank = ShardSpec(placement, group), torch.distributed.get_rank(group)
-    known = [(d, shape[d], x.period, x.local_size(x.period, rank)) for d, x in placement.layouts]
-
-    def keep_sharded(local: torch.Tensor) -> torch.Tensor:
-        size = list(local.shape)
-        for d, whole, period, held in known:
-            size[d] = whole if whole is not None else size[d] * period // held
-        return wrap(local, spec, size)
-
-    return named(keep_sharded, "keep_sharded")
-
-
-def _write_back(placement: Placement, rank: int) -> Callable[..., Any]:
-    def write_back(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        return local.copy_(slice_box(whole, placement, rank))
-
-    return named(write_back, "write_back")
-
-
 def is_random(node: Node) -> bool:
     """Whether the operator draws random numbers in this call."""
     target = node.target
@@ -401,17 +371,6 @@ def is_random(node: Node) -> bool:
         dropout = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return bool(dropout)
     return True
-
-
-def _impure(node: Node) -> bool:
-    if node.op != "call_function":
-        return False
-    if node.meta.get("writes"):
-        return True
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return bool(target._schema.is_mutable)
-    return "grad_enabled" in str(target)
 
 
 def _add_submodule(root: nn.Module, path: str, module: nn.Module) -> None:

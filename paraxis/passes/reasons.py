@@ -1,4 +1,4 @@
-"""Why a collective is there, in words: what was made in pieces, and who needs it in one."""
+"""Why a collective is in the program: which operator left its result sharded or partial, and which one needs it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .layers import Layer
 
 aten = torch.ops.aten
 _SUMS = {"aten::sum", "aten::mean", "aten::var"}
-_LAYERS = {"row": "sums of a row-parallel layer", "vocab": "look-ups in parts of the vocabulary"}
+_LAYERS = {"row": "partial output of a row-parallel layer", "vocab": "partial output of a vocab-parallel embedding"}
 
 
 def reason_for(source: Placement, producer: Step | None, layer: Layer | None, consumer: Step | None) -> str:
-    """What is brought together; ``consumer`` is the step that asks for it first, or the return."""
+    """The reason in one phrase. ``consumer`` is the first step that needs the result, None if it is returned."""
     if isinstance(source, Partial):
-        return _of_a_sum(producer, layer)
+        return _reason_of_partial(producer, layer)
     if consumer is None or consumer.call is None or consumer.node.target is mark_output_op:
         return "returned to the caller"
     target = consumer.call.target
@@ -26,24 +26,24 @@ def reason_for(source: Placement, producer: Step | None, layer: Layer | None, co
     if rule_for(target) is None:
         return f"no rule for {name} on a sharded tensor"
     if consumer.impure:
-        return f"{name} writes into memory that others see"
-    if producer is not None and layer is not None and layer.kind == "linear" and consumer.node.target in _CONTRACT:
-        return "a small projection, split for memory, whose output the next one needs whole"
-    return f"{name} needs it whole"
+        return f"{name} writes in place into memory that is visible elsewhere"
+    if producer is not None and layer is not None and layer.kind == "linear" and consumer.node.target in _MATMULS:
+        return "a small projection, sharded to save memory, whose full output the next layer needs"
+    return f"{name} needs the full tensor"
 
 
-_CONTRACT = {aten.linear.default, aten.addmm.default, aten.matmul.default, aten.mm.default}
+_MATMULS = {aten.linear.default, aten.addmm.default, aten.matmul.default, aten.mm.default}
 
 
-def _of_a_sum(producer: Step | None, layer: Layer | None) -> str:
+def _reason_of_partial(producer: Step | None, layer: Layer | None) -> str:
     if layer is not None and layer.axis in _LAYERS:
         return _LAYERS[str(layer.axis)]
     if producer is None or producer.call is None:
-        return "a sum in parts"
+        return "a partial result"
     name = _name(producer.call.target)
     if getattr(producer.call.target, "_schema", None) is not None and producer.call.target._schema.name in _SUMS:
         return f"{name} over a sharded dimension, as in the statistics of a norm"
-    return f"{name} in parts"
+    return f"partial output of {name}"
 
 
 def _name(target: object) -> str:

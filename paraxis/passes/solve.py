@@ -46,8 +46,14 @@ class Solved:
     keep_sharded: bool = True
     model: CostModel = field(default_factory=CostModel)
     account: Account = field(default_factory=Account)
-    order: list[str] = field(default_factory=list)
-    """What the local program does that ranks must do in the same order: layers, redistributions, random draws."""
+
+
+def solved_of(graph_module: GraphModule) -> Solved:
+    """The result that :class:`ParallelAxisSolverPass` has left with a captured graph."""
+    solved = graph_module.meta.get(RESULT)
+    if not isinstance(solved, Solved):
+        raise RuntimeError("this graph has no solution: run ParallelAxisSolverPass first")
+    return solved
 
 
 class ParallelAxisSolverPass(AnalyzeBase):
@@ -55,13 +61,16 @@ class ParallelAxisSolverPass(AnalyzeBase):
 
     The captured graph is decomposed to ATen operators, of which a rule says how placements pass through them, and
     searched (see :mod:`paraxis.solver.search`). Parameters that an earlier capture has placed keep their placement. The
-    captured graph itself is not changed; the result is kept with it for the passes that follow, and every captured
+    captured graph itself is not changed; the result is stored with it for the passes that follow, and every captured
     node that a placement was found for gets it as a marker (field ``placement``).
 
     Not its job: deciding *whether* to parallelize, or over how many ranks.
     """
 
+    name = "solve"
+
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
+        """Decompose, search, and leave the solution with the graph."""
         captured = find_parameters(graph_module, ctx)
         self._check_known(captured, ctx)
         with ctx.timed("decompose"):
@@ -71,7 +80,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
         fixed = {}
         caches = sharded_inputs(graph_module)
         alone = ctx.world_size == 1  # the plan of one rank is that of two, held by one
-        later = ctx.plan is not None and not ctx.planning
+        later = ctx.plan is not None and not ctx.state.planning
         for node in aten.graph.nodes:
             if node.op not in ("placeholder", "get_attr"):
                 continue
@@ -92,7 +101,10 @@ class ParallelAxisSolverPass(AnalyzeBase):
         keep = marked or not config.gather_outputs
         model = cost_model(ctx, config, world)
         wanted = Wanted(
-            parse(config.constraints), ctx.aliases, None if alone else config.memory_limit, dict(ctx.repeats)
+            parse(config.constraints),
+            ctx.state.aliases,
+            None if alone else config.memory_limit,
+            dict(ctx.state.repeats),
         )
         with ctx.timed("search"):
             solution, candidates = solve(
@@ -108,7 +120,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
 
     def _check_known(self, captured: list[ParameterInput], ctx: ParallelExecutionCtx) -> None:
         """After the first compilation every parameter has been seen; a new one has no place in the plan."""
-        if ctx.plan is None or ctx.planning:
+        if ctx.plan is None or ctx.state.planning:
             return
         unknown = [p for p in captured if p.name not in ctx.param_cache or (p.meta and p.placement is None)]
         unknown += [p for p in captured if p not in unknown and _is_other(p, ctx.param_cache.get(p.name))]
@@ -134,7 +146,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
 
 def cost_model(ctx: ParallelExecutionCtx, config: Config, world: int) -> CostModel:
     """The costs that a graph is solved with."""
-    backward = config.objective == "training" and (ctx.planning or torch.is_grad_enabled())
+    backward = config.objective == "training" and (ctx.state.planning or torch.is_grad_enabled())
     model = CostModel.on(machine_of(config.machine), world, backward=backward)
     return replace(model, unsplit=0.0) if config.enable_sequence_parallel == "auto" else model
 

@@ -1,7 +1,7 @@
-"""The local program of one rank as Python that a person can read.
+"""The local program of one rank as readable Python.
 
-Every line is an operator on this rank's tensors, with its local shape and where the whole tensor is as a comment; lines
-are grouped by the module that they come from, and collectives stand out.
+Every line is an operator on this rank's tensors, with a comment for the local shape and the placement of the global
+tensor. Lines are grouped by the module they come from, and collectives are marked.
 """
 
 from __future__ import annotations
@@ -12,55 +12,50 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
+from ..distributed.operators import COLLECTIVES
+from ..graph.local_program import COLLECTIVE, FULL
 from ..graph.nodes import module_of
-from ..placement import Partial, Placement, Replicate, Shard, local_shape
+from ..placement import Partial, Placement, Shard, local_shape
 from ..tensor.sharded_tensor import unwrap
-from .make import Planned
+from .offline import Planned
 
-COLUMN = 88
-"""Where comments begin, if the line leaves room."""
-COLLECTIVES = {
-    "all_reduce": "summed",
-    "all_gather": "gathered",
-    "reduce_scatter": "scattered",
-    "all_to_all": "exchanged",
-    "sum_together": "summed",
-}
-"""What brings tensors of several ranks together, and what its result is called."""
+COMMENT_COLUMN = 88
+"""Where comments begin, unless the line is longer."""
+RESULT_NAMES = {"all_reduce": "reduced", "all_gather": "gathered", "reduce_scatter": "scattered"}
+"""What the result of a collective is called in the listing."""
 
 
-def list_program(planned: Planned) -> str:
-    """The local program of the rank that a plan was imagined for. It parses as Python, and runs nowhere."""
-    return _Listing(planned).text()
+def list_program(planned: Planned, after: str = "merge_all_reduces") -> str:
+    """The program of the simulated rank after a pass of the pipeline. It parses as Python but cannot be executed."""
+    return _Listing(planned, planned.program(after)).text()
 
 
 class _Listing:
-    def __init__(self, planned: Planned) -> None:
-        self.planned, self.ctx = planned, planned.ctx
-        assert self.ctx.last_optimized_graph_module is not None
-        self.module = self.ctx.last_optimized_graph_module
+    """Writes one program; names its values after operators and layers, numbered where they repeat."""
+
+    def __init__(self, planned: Planned, program: GraphModule) -> None:
+        self.planned, self.ctx, self.module = planned, planned.ctx, program
         self.names: dict[Node, str] = {}
         self.used: Counter[str] = Counter()
         known = planned.solved.parameters.items()
         self.parameters = {str(node.meta["origin"].target): parameter.name for node, parameter in known}
-        self.reasons = {(c.kind, c.module): c.reason for c in planned.plan.collectives}
 
     def text(self) -> str:
         rank, world = self.ctx.rank, self.ctx.world_size
         lines = [
-            f"# The program of rank {rank} of {world}. Comments: the shape on this rank, and how the tensor is split.",
+            f"# The local program of rank {rank} of {world}. Comments: local shape, placement of the global tensor.",
             "",
         ]
         inputs = []
         for node in self.module.graph.find_nodes(op="placeholder"):
             if str(node.target) in self.parameters:
                 continue
-            held = re.fullmatch(r"L_model_modules_(.*)_buffers_(.*?)_*", str(node.target))
-            if held:
-                path = ".".join(held[1].split("_modules_"))
-                self.names[node] = f"buffers[{f'{path}.{held[2]}'!r}]"
+            buffer = re.fullmatch(r"L_model_modules_(.*)_buffers_(.*?)_*", str(node.target))
+            if buffer:
+                path = ".".join(buffer[1].split("_modules_"))
+                self.names[node] = f"buffers[{f'{path}.{buffer[2]}'!r}]"
                 continue
             inputs.append(node)
             self.names[node] = self._fresh(re.sub(r"^l_(kwargs_|args_)?", "", node.name.lower()).strip("_"))
@@ -77,7 +72,7 @@ class _Listing:
         return "\n".join([*lines, *self._others(), ""])
 
     def _place(self, node: Node) -> str:
-        """The module that a line belongs to; what moves a tensor belongs to the one that made it."""
+        """The module that a line belongs to; a collective belongs to the module that computed its input."""
         while "nn_module_stack" not in node.meta and node.all_input_nodes:
             node = node.all_input_nodes[0]
         place = module_of(node)
@@ -94,7 +89,7 @@ class _Listing:
             code = f"    {name} = constants.{node.target}"
         self.names[node] = name
         comment = self._comment(node)
-        return f"{code:<{COLUMN}}  # {comment}" if comment else code
+        return f"{code:<{COMMENT_COLUMN}}  # {comment}" if comment else code
 
     def _called(self, node: Node) -> str:
         if node.op == "call_module":
@@ -104,23 +99,21 @@ class _Listing:
         return str(getattr(node.target, "__name__", node.target))
 
     def _comment(self, node: Node) -> str:
-        placements, value = node.meta.get("placement"), node.meta.get("val")
-        moved = getattr(node.target, "__name__", "") in COLLECTIVES
-        source = node.all_input_nodes[0] if moved and node.all_input_nodes else node
-        value = source.meta.get("val") if moved else value
-        parts = []
+        placements, value = node.meta.get("placement"), node.meta.get(FULL, node.meta.get("val"))
+        comments = []
         if isinstance(value, torch.Tensor) and placements:
             shape = ", ".join(map(str, local_shape(placements[0], tuple(value.shape), self.ctx.rank)))
-            parts.append(f"{str(value.dtype).removeprefix('torch.')}[{shape}] {_words(placements[0])}".strip())
-        if moved:
-            why = self.reasons.get((str(getattr(node.target, "__name__", "")), module_of(source)), "")
-            parts.append(f"<== COLLECTIVE{': ' + why if why else ''}")
+            comments.append(f"{str(value.dtype).removeprefix('torch.')}[{shape}] {_placement_text(placements[0])}")
+        if node.op == "call_function" and node.target in COLLECTIVES:
+            collective = node.meta.get(COLLECTIVE)
+            why = collective.reason if collective is not None else ""
+            comments.append(f"<== COLLECTIVE{': ' + why if why else ''}")
         if node.op == "call_module":
-            known = self.planned.plan.parameters.get(f"{node.target}.weight")
-            if known is not None:
-                mine = local_shape(known.placement, known.global_shape, self.ctx.rank)
-                parts.append(f"weight {list(mine)} of {list(known.global_shape)}")
-        return "; ".join(parts)
+            parameter = self.planned.plan.parameters.get(f"{node.target}.weight")
+            if parameter is not None:
+                local = local_shape(parameter.placement, parameter.global_shape, self.ctx.rank)
+                comments.append(f"weight {list(local)} of {list(parameter.global_shape)}")
+        return "; ".join(comments)
 
     def _value(self, value: Any) -> str:
         if isinstance(value, Node):
@@ -150,7 +143,7 @@ class _Listing:
         return name if self.used[name] == 1 else f"{name}_{self.used[name]}"
 
     def _others(self) -> list[str]:
-        """The blocks that are not in the program because they are like others; neighbours in one line."""
+        """The blocks that are left out because they repeat others; neighbours on one line."""
         lines = []
         for each in self.planned.repeated:
             runs: list[tuple[int, int, int]] = []
@@ -160,24 +153,27 @@ class _Listing:
                 else:
                     runs.append((index, index, like))
             for first, last, like in runs:
-                some = f"{each.path}.{first} to {each.path}.{last} run" if last > first else f"{each.path}.{first} runs"
-                lines.append(f"# {some} as {each.path}.{like} does.")
+                blocks = f"{each.path}.{first}"
+                blocks = f"{blocks} to {each.path}.{last} repeat" if last > first else f"{blocks} repeats"
+                lines.append(f"# {blocks} {each.path}.{like}.")
         return lines
 
 
 def _short(node: Node) -> str:
-    """A name for the result of an operator: that of the operator, or the last part of a layer's."""
+    """A name for the result of a node: that of the operator, or the last part of the layer's name."""
     if node.op == "call_module":
         return str(node.target).rpartition(".")[2]
+    if node.target in COLLECTIVES:
+        return RESULT_NAMES[COLLECTIVES[node.target]]
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target._opname
-    name = str(getattr(node.target, "__name__", node.name))
-    return COLLECTIVES.get(name, name)
+    return str(getattr(node.target, "__name__", node.name))
 
 
-def _words(placement: Placement) -> str:
+def _placement_text(placement: Placement) -> str:
+    """A placement in the notation of DTensor."""
     if isinstance(placement, Partial):
-        return "partial sums"
-    if isinstance(placement, Replicate) or not isinstance(placement, Shard) or not placement.layouts:
-        return ""
-    return "split on " + ", ".join(f"dimension {d}" for d, _ in placement.layouts)
+        return "Partial"
+    if isinstance(placement, Shard) and placement.layouts:
+        return f"Shard({', '.join(str(dim) for dim, _ in placement.layouts)})"
+    return "Replicate"

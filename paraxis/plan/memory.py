@@ -1,9 +1,9 @@
-"""What a plan takes of a rank's memory: parameters, buffers, activations, the cache, and what training adds.
+"""The memory of one rank under a plan: parameters, buffers, activations, KV cache, gradients and optimizer state.
 
-Activations and the cache are counted by running a rank's program without memory (``plan/activations.py``). Where
-that cannot be done the cache is still told. How large it gets is the model's business: some layers keep every position,
-some a window, some a state. So the unsharded model is run on the meta device, and what it keeps is measured; the plan
-says which part of that a rank holds.
+Activations and KV cache are measured by running a rank's local program on fake tensors (``plan/activations.py``). If
+that fails, the KV cache is still measured. Its size depends on the model: some layers cache every position, some a
+sliding window, some a fixed-size state. So the unsharded model runs on the meta device, and the tensors in the cache it
+returns are counted; the plan says which shard of them a rank holds.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from .plan import Memory, Plan
 
 if TYPE_CHECKING:
     from ..passes.solve import Solved
-    from .activations import Used
+    from .activations import Usage
 
-Kept = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of a tensor of a cache."""
-ADAM = 2
-"""Values that AdamW keeps for every trained one."""
-DEEPEST = 12
-"""How far into the objects of a cache tensors are looked for."""
+CacheTensor = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a tensor in a KV cache."""
+ADAMW_STATES = 2
+"""State values that AdamW has per trained parameter."""
+MAX_CACHE_DEPTH = 12
+"""How many objects deep the tensors of a cache are searched for."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the memory of a plan is given for; without a context neither cache nor activations are counted."""
+    """The workload to compute memory for; without ``context``, KV cache and activations are left out."""
 
     batch: int = 1
     context: int | None = None
@@ -45,54 +45,56 @@ class Sizes:
 
 
 @dataclass
-class Kinds:
-    """The tensors that a model keeps between calls: as planned, and as they are for the sizes asked for."""
+class CacheTensors:
+    """The tensors in a model's KV cache: after the call it was planned with, and after one of the requested size."""
 
-    planned: list[Kept]
-    asked: list[Kept]
+    planned: list[CacheTensor]
+    requested: list[CacheTensor]
 
 
-def kept_tensors(model: nn.Module, planned: dict[str, Any], asked: dict[str, Any]) -> Kinds | str:
-    """What a model keeps after a call with the inputs it is planned with, and after one with those asked for.
+def measure_cache(model: nn.Module, planned: dict[str, Any], requested: dict[str, Any]) -> CacheTensors | str:
+    """Run the model on the meta device with both inputs and collect the tensors of the caches it returns.
 
-    A text where that is not known: why.
+    Returns the reason, as text, if that is not possible.
     """
     try:
-        found = Kinds(_kept(model, planned)[0], _kept(model, asked)[0])
-    except Exception as error:  # it looks at values, or makes tensors elsewhere
-        return f"it does not run without memory: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-    if len(found.planned) != len(found.asked):
-        return "it keeps more tensors after a longer call"
-    return found if found.planned else "it keeps nothing between calls"
+        found = CacheTensors(_run_on_meta(model, planned)[0], _run_on_meta(model, requested)[0])
+    except Exception as error:  # its code reads tensor values, or creates tensors on another device
+        return (
+            f"the model does not run on the meta device: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        )
+    if len(found.planned) != len(found.requested):
+        return "the cache holds more tensors after a longer call"
+    return found if found.planned else "the model returns no cache"
 
 
-def growth(model: nn.Module, planned: dict[str, Any], asked: dict[str, Any]) -> float:
-    """How many operators a call with the inputs asked for has for each of one with those planned; 1 if not known."""
+def operator_ratio(model: nn.Module, planned: dict[str, Any], requested: dict[str, Any]) -> float:
+    """How many operators a call with the requested inputs runs for each one with the planned inputs; 1 if unknown."""
     try:
-        return _kept(model, asked)[1] / _kept(model, planned)[1]
-    except Exception:  # it looks at values, or makes tensors elsewhere
+        return _run_on_meta(model, requested)[1] / _run_on_meta(model, planned)[1]
+    except Exception:  # its code reads tensor values, or creates tensors on another device
         return 1.0
 
 
-def resized(planned: dict[str, Any], rows: int, context: int) -> dict[str, Any] | str:
-    """The inputs that a model is planned with for so many sequences and tokens; a text where there are none: why."""
+def resize_inputs(planned: dict[str, Any], rows: int, context: int) -> dict[str, Any] | str:
+    """The inputs of the plan with ``rows`` sequences of ``context`` tokens; the reason, as text, if not possible."""
     ids = planned.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return "its inputs are no token ids"
+        return "the model does not take input_ids"
 
-    def other(name: str, value: Any) -> Any:
+    def resized(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != ids.shape[0]:
             return value
         if name.endswith("input_ids") or value.shape == ids.shape:
             return torch.ones(rows, context, dtype=value.dtype)
         return value[:1].expand(rows, *value.shape[1:])
 
-    return {name: other(name, value) for name, value in planned.items()}
+    return {name: resized(name, value) for name, value in planned.items()}
 
 
 @contextmanager
-def _experts_at_once(model: nn.Module) -> Iterator[None]:
-    """Run experts in a way that does not look at which are chosen, and takes any dtype without memory."""
+def _batched_experts(model: nn.Module) -> Iterator[None]:
+    """Run MoE experts as one batched matmul: routing by values is not possible on the meta device."""
     name, found = "_experts_implementation", {}
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -107,8 +109,8 @@ def _experts_at_once(model: nn.Module) -> Iterator[None]:
             setattr(config, name, before)
 
 
-class _Counting(TorchDispatchMode):
-    """Counts operators."""
+class _OperatorCount(TorchDispatchMode):
+    """Counts the operators that run."""
 
     count = 0
 
@@ -117,22 +119,22 @@ class _Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _kept(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Kept], int]:
-    """What a model keeps after a call, and how many operators it ran."""
+def _run_on_meta(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[CacheTensor], int]:
+    """The tensors of the cache that a call returns, and the number of operators it runs."""
     named = (*model.named_parameters(), *model.named_buffers())
     state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
-    given = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    with torch.no_grad(), _experts_at_once(model), _Counting() as counting:
-        output = functional_call(model, state, kwargs=given)
-    return [(tuple(t.shape), t.dtype) for t in held_tensors(output)], counting.count
+    on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with torch.no_grad(), _batched_experts(model), _OperatorCount() as operators:
+        output = functional_call(model, state, kwargs=on_meta)
+    return [(tuple(t.shape), t.dtype) for t in tensors_in_caches(output)], operators.count
 
 
-def held_tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors that an output holds beyond plain containers: those stay sharded, and the next call reads them."""
+def tensors_in_caches(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors inside an output's cache objects (not plain containers): they stay sharded for the next call."""
     seen: set[int] = set()
 
     def inside(value: Any, depth: int) -> Iterator[torch.Tensor]:
-        if id(value) in seen or depth > DEEPEST:
+        if id(value) in seen or depth > MAX_CACHE_DEPTH:
             return
         seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -149,7 +151,7 @@ def held_tensors(output: Any) -> Iterator[torch.Tensor]:
     if isinstance(output, (list, tuple, dict)):
         for item in output.values() if isinstance(output, dict) else output:
             if not isinstance(item, (torch.Tensor, str)):
-                yield from held_tensors(item) if type(item) in (list, tuple, dict) else inside(item, 0)
+                yield from tensors_in_caches(item) if type(item) in (list, tuple, dict) else inside(item, 0)
 
 
 def memory_of(
@@ -157,43 +159,53 @@ def memory_of(
     parameters: dict[str, Any],
     model: nn.Module,
     solved: Solved,
-    used: Used | str,
-    kinds: Kinds | str,
+    usage: Usage | str,
+    tensors: CacheTensors | str,
     sizes: Sizes,
 ) -> Memory:
-    """The memory of the fullest rank under a plan; of what its program makes that of the rank that was run."""
+    """The memory of the rank with the largest shards; activations and KV cache are those of the simulated rank.
 
-    def held(names: list[str], rank: int) -> int:
-        known = ((parameters[n].dtype.itemsize, plan.parameters[n]) for n in names)
-        return sum(size * prod(local_shape(p.placement, p.global_shape, rank)) for size, p in known)
+    Args:
+        plan: The plan.
+        parameters: The model's parameters by name.
+        model: The model, for its buffers.
+        solved: The solution that the plan was made of.
+        usage: Activations and KV cache as measured, or the reason why they were not.
+        tensors: The KV cache measured on the meta device, used if ``usage`` has none, or the reason.
+        sizes: The workload.
+    """
+
+    def shard_bytes(names: list[str], rank: int) -> int:
+        shards = ((parameters[n].dtype.itemsize, plan.parameters[n]) for n in names)
+        return sum(size * prod(local_shape(p.placement, p.global_shape, rank)) for size, p in shards)
 
     ranks = range(plan.world_size)
     trained = [n for n in plan.parameters if parameters[n].requires_grad] if sizes.train else []
-    gradients = max(held(trained, rank) for rank in ranks)
+    gradients = max(shard_bytes(trained, rank) for rank in ranks)
     cache, activations = None, None
-    if not isinstance(used, str):
-        activations, cache = used.activations, used.cache or None
-    elif isinstance(kinds, Kinds):
-        where = places(solved)
-        cache = max(_cache_bytes(kinds, where, rank) for rank in ranks)
+    if not isinstance(usage, str):
+        activations, cache = usage.activations, usage.cache or None
+    elif isinstance(tensors, CacheTensors):
+        placements = cache_placements(solved)
+        cache = max(_cache_bytes(tensors, placements, rank) for rank in ranks)
     return Memory(
-        parameters=max(held(list(plan.parameters), rank) for rank in ranks),
+        parameters=max(shard_bytes(list(plan.parameters), rank) for rank in ranks),
         buffers=sum(b.numel() * b.dtype.itemsize for b in model.buffers()),
         cache=cache,
         activations=activations,
         gradients=gradients,
-        optimizer=ADAM * gradients,
+        optimizer=ADAMW_STATES * gradients,
         batch=sizes.batch,
         context=sizes.context or 0,
-        unknown=kinds if isinstance(kinds, str) else "",
-        uncounted=used if isinstance(used, str) else "",
+        cache_error=tensors if isinstance(tensors, str) else "",
+        activations_error=usage if isinstance(usage, str) else "",
     )
 
 
-def places(solved: Solved) -> dict[Kept, Placement]:
-    """Where the tensors that a program keeps are, by their shape and dtype."""
+def cache_placements(solved: Solved) -> dict[CacheTensor, Placement]:
+    """The placements of the cache tensors that a program returns, by shape and dtype."""
     returned = [v for step in solved.program.steps if step.call is None for v in step.inputs]
-    found: dict[Kept, Placement] = {}
+    found: dict[CacheTensor, Placement] = {}
     for value, placement in zip(returned, solved.solution.results, strict=True):
         tensor = value.node.meta.get("val")
         if value.node.target is not mark_output_op and isinstance(tensor, torch.Tensor):
@@ -201,9 +213,9 @@ def places(solved: Solved) -> dict[Kept, Placement]:
     return found
 
 
-def _cache_bytes(kinds: Kinds, where: dict[Kept, Placement], rank: int) -> int:
+def _cache_bytes(tensors: CacheTensors, placements: dict[CacheTensor, Placement], rank: int) -> int:
     total = 0
-    for planned, (shape, dtype) in zip(kinds.planned, kinds.asked, strict=True):
-        placement = where.get(planned)
+    for planned, (shape, dtype) in zip(tensors.planned, tensors.requested, strict=True):
+        placement = placements.get(planned)
         total += prod(local_shape(placement, shape, rank) if placement is not None else shape) * dtype.itemsize
     return total

@@ -1,22 +1,39 @@
-"""The plan: what was decided for a model, as plain data, the same for every rank."""
+"""The plan of a model as data: placements of parameters, parallel layers and collectives, the same on every rank."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..placement import Placement, Replicate, from_json, local_shape, to_json
+from ..utils.names import pattern_of
+from ..utils.sizes import size_text
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-@dataclass
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
 class LayerPlan:
-    """How one Linear, Embedding or CrossEntropy is run."""
+    """How one linear layer, embedding or cross-entropy loss runs.
+
+    Attributes:
+        name: The module.
+        kind: ``linear``, ``embedding`` or ``cross_entropy``.
+        axis: ``column``, ``row`` or ``vocab`` for a parallel layer, None for a replicated one.
+        gather_output: Whether a collective makes its output replicated (see :attr:`collective`).
+        input_is_parallel: Whether its input arrives sharded.
+        sequence_parallel: Whether its input (column) or output (row, vocab) is sharded on the sequence.
+        global_shape: Shape of the full weight.
+        local_shape: Shape of this rank's shard.
+    """
 
     name: str
     kind: str
@@ -27,19 +44,28 @@ class LayerPlan:
     global_shape: tuple[int, ...] = ()
     local_shape: tuple[int, ...] = ()
 
+    @property
+    def collective(self) -> str:
+        """The collective on its output, or nothing."""
+        if not self.gather_output or self.axis is None:
+            return ""
+        if self.axis == "column":
+            return "all-gather"
+        return "reduce-scatter" if self.sequence_parallel else "all-reduce"
 
-@dataclass
+
+@dataclass(frozen=True)
 class ParameterPlan:
-    """Where one parameter lives."""
+    """The placement of one parameter, its global shape, and the shape of this rank's shard."""
 
     placement: Placement
     global_shape: tuple[int, ...]
     local_shape: tuple[int, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class CollectivePlan:
-    """One collective of the forward program; ``module`` is where the tensor was made that it brings together."""
+    """One collective of the forward pass; ``module`` is the module that computed its input."""
 
     kind: str
     module: str
@@ -50,21 +76,21 @@ class CollectivePlan:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank.
+    """Bytes on the rank that needs the most memory.
 
     Attributes:
-        parameters: The rank's part of all parameters.
-        buffers: What every rank holds whole.
-        cache: Keys, values and states that a generation of ``batch`` sequences keeps after ``context`` tokens, with the
-            room it has to grow; None where that was not asked for or is not known.
-        activations: The most that intermediate tensors take at a time: of a prompt of ``context`` tokens with the
-            logits of its last position, or of a training step, with what it keeps for the backward pass, that adds to
-            gradients that are there. None where that was not asked for or is not known.
-        gradients: Of what is trained.
-        optimizer: The state of AdamW, in the parameters' dtype.
-        batch, context: What cache and activations are for.
-        unknown: Why the cache is not known, if it was asked for.
-        uncounted: Why the activations are not known, if they were asked for.
+        parameters: This rank's shards and replicated parameters.
+        buffers: Buffers, which are replicated.
+        cache: The KV cache (keys, values and states) of ``batch`` sequences after ``context`` tokens, with the room
+            preallocated for appending; None if not requested or unknown.
+        activations: Peak memory of intermediate tensors: in prefill of ``context`` tokens with the logits of the last
+            position, or in a training step with the activations saved for backward, accumulating into existing
+            gradients. None if not requested or unknown.
+        gradients: Gradients of the trained parameters.
+        optimizer: The state of AdamW, in the dtype of the parameters.
+        batch, context: Sequences, and tokens per sequence, of KV cache and activations.
+        cache_error: Why the KV cache is unknown, if it was requested.
+        activations_error: Why the activations are unknown, if they were requested.
     """
 
     parameters: int
@@ -75,91 +101,121 @@ class Memory:
     optimizer: int = 0
     batch: int = 1
     context: int = 0
-    unknown: str = ""
-    uncounted: str = ""
+    cache_error: str = ""
+    activations_error: str = ""
 
     @property
     def total(self) -> int:
-        """All of it that is known."""
+        """The sum of all parts that are known."""
         known = self.parameters + self.buffers + self.gradients + self.optimizer
         return known + (self.cache or 0) + (self.activations or 0)
 
     def to_json(self) -> dict[str, Any]:
+        """The fields and the total, JSON-serializable."""
         return {**asdict(self), "total": self.total}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Memory:
-        return cls(**{name: value for name, value in data.items() if name != "total"})
+        """The inverse of :meth:`to_json`. Reads the field names of the previous version, too."""
+        return cls(**{_FORMER_FIELDS.get(name, name): value for name, value in data.items() if name != "total"})
+
+    @property
+    def unknown(self) -> str:
+        """The former name of :attr:`cache_error`."""
+        warnings.warn("Memory.unknown is deprecated: use cache_error", DeprecationWarning, stacklevel=2)
+        return self.cache_error
+
+    @property
+    def uncounted(self) -> str:
+        """The former name of :attr:`activations_error`."""
+        warnings.warn("Memory.uncounted is deprecated: use activations_error", DeprecationWarning, stacklevel=2)
+        return self.activations_error
 
     def __str__(self) -> str:
         parts = [f"parameters {size_text(self.parameters)}", f"buffers {size_text(self.buffers)}"]
         if self.cache is not None:
-            parts.append(f"cache {size_text(self.cache)}")
-        elif self.unknown:
-            parts.append(f"cache not known ({self.unknown})")
+            parts.append(f"KV cache {size_text(self.cache)}")
+        elif self.cache_error:
+            parts.append(f"KV cache unknown ({self.cache_error})")
         if self.gradients:
             parts += [f"gradients {size_text(self.gradients)}", f"AdamW {size_text(self.optimizer)}"]
         if self.activations is not None:
             parts.append(f"activations {size_text(self.activations)}")
-        elif self.uncounted:
-            parts.append(f"activations not known ({self.uncounted})")
+        elif self.activations_error:
+            parts.append(f"activations unknown ({self.activations_error})")
         without = " without activations" if self.activations is None else ""
         sizes = f" for {self.batch} × {self.context} tokens" if self.context else ""
         return f"{size_text(self.total)} per rank{without}{sizes}: {', '.join(parts)}"
 
 
-def size_text(size: float) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000 or unit == "GB":
-            return f"{size:.3g} {unit}" if unit != "bytes" else f"{size:.0f} {unit}"
-        size /= 1000
-    raise AssertionError
+_FORMER_FIELDS = {"unknown": "cache_error", "uncounted": "activations_error"}
+"""Fields of :class:`Memory` in the previous version, and their names now."""
 
 
-@dataclass
+class ReadOnlyDict(dict[str, V], Generic[V]):
+    """A dictionary that is not changed after it was made."""
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError("a plan is immutable: make another one with dataclasses.replace or paraxis.plan.PlanBuilder")
+
+    __setitem__ = __delitem__ = clear = pop = popitem = setdefault = update = __ior__ = _refuse  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadOnlyDict, (dict(self),)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """The solved plan of a model.
+    """The tensor-parallel plan of a model. It is made once, by a :class:`PlanBuilder`, and never changed.
 
     Attributes:
         world_size: The number of ranks.
-        layers: The layers in the order of the program.
-        parameters: By name.
-        collectives: Those of the forward program, in order.
-        replicated: What stays whole, with the reason.
-        gathered: Operators for which a sharded tensor had to be made whole, with the reason.
-        unplanned: Parameters that the planned forward does not use. They are split too, for memory, wherever their
-            sizes allow it; a later call that uses them is solved with what was chosen here.
-        breaks: Where the model could not be captured as one graph. There it runs as several, with whole tensors
-            between them.
-        cost: What the search minimized, in seconds under the cost model: time, and a price for every parameter that
-            stays whole.
-        seconds: The time alone.
-        communication: The part of it that is spent on collectives.
-        optimal: Whether the search was exhaustive.
-        data_parallel: What data-parallel ranks keep, in words; empty without any. Not compared nor saved.
-        memory: What it takes of a rank's memory; known where it was made by :func:`paraxis.plan_model`.
-        timings: Seconds that :func:`paraxis.plan_model` took, by stage. Not part of what is compared or saved.
+        layers: The layers, in execution order.
+        parameters: The placement of every parameter, by name.
+        collectives: The collectives of the forward pass, in order.
+        replicated: Replicated parameters, with the reason.
+        gathered: Operators that need an all-gather because they cannot run on shards, with the reason.
+        unplanned: Parameters that the planned forward does not use. They are sharded to save memory, if their sizes
+            allow it; a later call that uses them is solved with these placements.
+        breaks: Graph breaks: code that the model could not be captured through as one graph. It runs as several graphs,
+            with replicated tensors between them.
+        cost: What the search minimized, in seconds under the cost model: estimated time, and a penalty for every
+            replicated parameter.
+        seconds: Estimated seconds per forward pass.
+        communication: Estimated seconds of these in collectives.
+        optimal: Whether the search was exhaustive, so that no plan has a lower cost.
+        data_parallel: What data-parallel ranks hold, as text; empty without any. Neither compared nor saved.
+        memory: Memory per rank; present if the plan comes from :func:`paraxis.plan_model`.
+        timings: Seconds that :func:`paraxis.plan_model` took, by stage. Neither compared nor saved.
+        pass_timings: Seconds of these in each pass, by its name. Neither compared nor saved.
     """
 
     world_size: int
-    layers: list[LayerPlan] = field(default_factory=list)
-    parameters: dict[str, ParameterPlan] = field(default_factory=dict)
-    collectives: list[CollectivePlan] = field(default_factory=list)
-    replicated: list[tuple[str, str]] = field(default_factory=list)
-    gathered: list[tuple[str, str]] = field(default_factory=list)
-    unplanned: list[str] = field(default_factory=list)
-    breaks: list[str] = field(default_factory=list)
+    layers: Sequence[LayerPlan] = ()
+    parameters: Mapping[str, ParameterPlan] = field(default_factory=dict)
+    collectives: Sequence[CollectivePlan] = ()
+    replicated: Sequence[tuple[str, str]] = ()
+    gathered: Sequence[tuple[str, str]] = ()
+    unplanned: Sequence[str] = ()
+    breaks: Sequence[str] = ()
     cost: float = 0.0
     seconds: float = 0.0
     communication: float = 0.0
     optimal: bool = True
     data_parallel: str = field(default="", compare=False)
     memory: Memory | None = field(default=None, compare=False)
-    timings: dict[str, float] = field(default_factory=dict, compare=False)
+    timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+    pass_timings: Mapping[str, float] = field(default_factory=dict, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "collectives", "replicated", "gathered", "unplanned", "breaks"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("parameters", "timings", "pass_timings"):
+            object.__setattr__(self, name, ReadOnlyDict(getattr(self, name)))
 
     @property
     def sharded_fraction(self) -> float:
-        """Parameter elements of one rank (the fullest) over all of them."""
+        """The fraction of all parameter elements that one rank holds (the rank that holds the most)."""
         total = sum(_numel(p.global_shape) for p in self.parameters.values())
         most = max(
             sum(_numel(local_shape(p.placement, p.global_shape, rank)) for p in self.parameters.values())
@@ -168,17 +224,18 @@ class Plan:
         return most / total if total else 1.0
 
     def count(self) -> dict[str, int]:
-        """How many collectives of each kind the forward has."""
+        """The number of collectives in the forward pass, by kind."""
         return dict(Counter(c.kind for c in self.collectives))
 
-    def add_parameter(self, name: str, placement: Placement, shape: Sequence[int], rank: int) -> None:
-        shape = tuple(shape)
-        self.parameters[name] = ParameterPlan(placement, shape, local_shape(placement, shape, rank))
+    @property
+    def placements(self) -> dict[str, Placement]:
+        """The placement of every parameter, by name."""
+        return {name: parameter.placement for name, parameter in self.parameters.items()}
 
-    # -- plain data --------------------------------------------------------------------------------------------
+    # -- JSON --------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data; local shapes are those of the first rank, so that all ranks give the same."""
+        """The plan, JSON-serializable. Local shapes are rank 0's, so that all ranks return the same."""
         parameters = {
             name: {
                 "placement": to_json(p.placement),
@@ -213,7 +270,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """The inverse of :meth:`to_json`."""
+        """The inverse of :meth:`to_json`. Reads plans of the previous version, too."""
         shapes = ("global_shape", "local_shape")
         layers = [LayerPlan(**{**x, **{k: tuple(x[k]) for k in shapes}}) for x in data["layers"]]
         parameters = {
@@ -237,11 +294,13 @@ class Plan:
         )
 
     def save(self, path: str) -> None:
+        """Write the plan to a JSON file, for ``plan=`` and ``paraxis diff``."""
         with open(path, "w") as file:
             json.dump(self.to_json(), file, indent=1)
 
     @classmethod
     def load(cls, path: str) -> Plan:
+        """Read a plan that :meth:`save` wrote."""
         with open(path) as file:
             return cls.from_json(json.load(file))
 
@@ -253,64 +312,53 @@ class Plan:
 
         rows: dict[tuple[Any, ...], list[str]] = {}
         for layer in self.layers:
-            key = (pattern_of(layer.name), layer.kind, layer.axis, layer.gather_output, layer.input_is_parallel)
+            key = (pattern_of(layer.name), layer.kind, layer.axis, layer.input_is_parallel, layer.collective)
             rows.setdefault((*key, layer.global_shape, layer.local_shape), []).append(layer.name)
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        title = f"Plan for {ranks}: {self.sharded_fraction:.1%} of the parameters on each"
+        title = f"Plan for {ranks}: {self.sharded_fraction:.1%} of the parameters per rank"
         table = Table(title=title, caption=self._caption(), caption_justify="left")
-        for column in ("layer", "×", "kind", "axis", "gathers", "input", "whole", "local"):
+        for column in ("layer", "×", "kind", "parallel", "input", "collective", "shape", "local shape"):
             table.add_column(column, justify="right" if column == "×" else "left")
-        for (pattern, kind, axis, gather, parallel, whole, local), names in rows.items():
+        for (pattern, kind, axis, parallel, collective, full, local), names in rows.items():
             table.add_row(
                 pattern,
                 str(len(names)),
                 kind,
-                axis or "whole",
-                "yes" if gather else "",
-                "sharded" if parallel else "whole",
-                "×".join(map(str, whole)),
+                axis or "replicated",
+                "sharded" if parallel else "replicated",
+                collective,
+                "×".join(map(str, full)),
                 "×".join(map(str, local)),
             )
         return table
 
     def _caption(self) -> str:
-        kinds = ", ".join(f"{n} {kind}" for kind, n in self.count().items()) or "none"
-        lines = [f"Collectives in one forward: {kinds}."]
-        places = Counter(
-            (c.kind, pattern_of(c.module), "×".join(map(str, c.shape)), c.reason) for c in self.collectives
+        kinds = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in self.count().items()) or "none"
+        lines = [f"Collectives per forward pass: {kinds}."]
+        groups = Counter(
+            (c.kind.replace("_", "-"), pattern_of(c.module), "×".join(map(str, c.shape)), c.reason)
+            for c in self.collectives
         )
         lines += [
             f"  {n} {kind} of {shape} after {where or 'the model'}" + (f": {why}" if why else "")
-            for (kind, where, shape, why), n in places.items()
+            for (kind, where, shape, why), n in groups.items()
         ]
         matrices = [
             (n, r) for n, r in self.replicated if n in self.parameters and len(self.parameters[n].global_shape) > 1
         ]
-        lines += [f"Whole: {name}: {reason}" for name, reason in _grouped(matrices)]
+        lines += [f"Replicated: {name}: {reason}" for name, reason in _grouped(matrices)]
         lines += [f"Gathered: {name}: {reason}" for name, reason in _grouped(self.gathered)]
         if self.unplanned:
             some = ", ".join(dict.fromkeys(pattern_of(name) for name in self.unplanned[:64]))
-            lines.append(f"Not used by the planned forward, split for memory where possible: {some}")
-        lines += [f"Not one graph: {reason}" for reason in self.breaks]
-        lines += [f"Beside them: {self.data_parallel}."] if self.data_parallel else []
+            lines.append(f"Not used by the planned forward, sharded where possible to save memory: {some}")
+        lines += [f"Graph break: {reason}" for reason in self.breaks]
+        lines += [f"Data parallelism: {self.data_parallel}."] if self.data_parallel else []
         return "\n".join(lines)
 
 
-def _grouped(items: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Equal notes on repeated blocks once."""
+def _grouped(items: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Notes with block numbers replaced by ``*``, each once."""
     return list(dict.fromkeys((pattern_of(name), reason) for name, reason in items))
-
-
-def pattern_of(name: str) -> str:
-    """A name with its numbers left open: what repeated blocks have in common."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def block_of(name: str) -> str:
-    """The outermost numbered module of a name; empty if there is none."""
-    parts = name.split(".")
-    numbered = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbered[0] + 1]) if numbered else ""
 
 
 def _numel(shape: Sequence[int]) -> int:

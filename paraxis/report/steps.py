@@ -1,12 +1,12 @@
-"""From the local program of a rank to the steps that a picture shows.
+"""The steps that a diagram shows, from the local program of a rank.
 
-A step is a layer, a collective, or the operators of one module that run between them. Operators that only rearrange a
-tensor belong to the step that made it. Steps of one block of the model are drawn together, and blocks that are alike
-once.
+A step is a layer, a collective, or the operators of one module that run between them. Views and casts belong to the
+step that computed their input. The steps of one block are drawn together; repeated blocks are drawn once.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -14,15 +14,17 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..distributed.operators import COLLECTIVES, all_reduce_coalesced
+from ..graph.local_program import COLLECTIVE, FULL
 from ..graph.nodes import module_of
 from ..placement import Partial, Placement, Replicate, Shard, local_shape
 from ..plan import block_of
-from ..plan.listing import COLLECTIVES
-from ..plan.make import Planned
+from ..plan.offline import Planned
+from ..tensor.graph_io import wrap_shard
 from ..tensor.sharded_tensor import unwrap
 
 aten = torch.ops.aten
-REARRANGING = {
+VIEWS = {
     aten.reshape.default,
     aten.view.default,
     aten.permute.default,
@@ -42,45 +44,60 @@ REARRANGING = {
 
 @dataclass
 class Step:
-    """What is one box in the picture."""
+    """One box of a diagram.
+
+    Attributes:
+        number: Its position in the program.
+        module: The module it belongs to.
+        kind: ``column``, ``row``, ``vocab``, ``replicated layer``, ``collective`` or ``operators``.
+        title: The text in the box.
+        nodes: Its nodes in the local program.
+        sources: The steps whose outputs it reads.
+        sharding: The placement of its output in one word: ``replicated``, ``sharded`` or ``partial``.
+        placement: The placement of its output as text.
+        global_shape: The global shape of its output.
+        local_shape: The shape of its output on this rank.
+        dtype: The dtype of its output.
+        reason: Why a collective is needed.
+    """
 
     number: int
     module: str
     kind: str
-    """``column``, ``row``, ``vocab``, ``whole layer``, ``collective`` or ``operators``."""
     title: str = ""
     nodes: list[Node] = field(default_factory=list)
     sources: set[int] = field(default_factory=set)
-    """The steps whose results it takes."""
-    split: str = "whole"
-    """How its result lies: ``whole``, ``split`` or ``partial``."""
+    sharding: str = "replicated"
     placement: str = ""
-    whole: tuple[Any, ...] = ()
-    local: tuple[Any, ...] = ()
+    global_shape: tuple[Any, ...] = ()
+    local_shape: tuple[Any, ...] = ()
     dtype: str = ""
     reason: str = ""
 
 
 @dataclass
 class Section:
-    """Steps that are drawn together: a block, or what lies before, between or after blocks."""
+    """Steps that are drawn together: a block, or the steps before or after the blocks.
+
+    Attributes:
+        title: The name of the block, or a description.
+        steps: Its steps.
+        count: How many blocks repeat it, itself included.
+        external: Steps of other sections whose outputs it reads.
+    """
 
     title: str
     steps: list[Step]
     count: int = 1
-    """How many blocks are like it."""
-    given: list[Step] = field(default_factory=list)
-    """Steps of other sections whose results it takes."""
+    external: list[Step] = field(default_factory=list)
 
 
 def steps_of(planned: Planned) -> list[Step]:
-    """The steps of the program, in an order in which every step comes after its sources."""
-    module = planned.ctx.last_optimized_graph_module
-    assert module is not None
-    axes = {layer.name: layer.axis or "whole layer" for layer in planned.plan.layers}
-    reasons = {(c.kind, c.module): c.reason for c in planned.plan.collectives}
+    """The steps of the program, every step after its sources."""
+    module = planned.program()
+    axes = {layer.name: layer.axis or "replicated layer" for layer in planned.plan.layers}
     steps: list[Step] = []
-    place: dict[Node, int] = {}
+    step_of: dict[Node, int] = {}
     latest: dict[str, int] = {}
 
     def new(path: str, kind: str) -> Step:
@@ -88,112 +105,102 @@ def steps_of(planned: Planned) -> list[Step]:
         return steps[-1]
 
     for node in module.graph.nodes:
-        name = getattr(node.target, "__name__", "")
-        if node.op in ("placeholder", "get_attr", "output") or node.target is unwrap or name == "keep_sharded":
+        if node.op in ("placeholder", "get_attr", "output") or node.target in (unwrap, wrap_shard):
             continue
-        made = [place[n] for n in node.all_input_nodes if n in place]
+        sources = [step_of[n] for n in node.all_input_nodes if n in step_of]
         path = module_path(node)
-        if name in COLLECTIVES:
-            source = node.all_input_nodes[0]
-            step = new(module_path(source), "collective")
-            step.title = "all-reduce of both" if name == "sum_together" else name.replace("_", "-")
-            step.reason = reasons.get((name, module_path(source)), "") or _joined(reasons, module_path(source))
+        if node.op == "call_function" and node.target in COLLECTIVES:
+            step = new(module_path(node.all_input_nodes[0]), "collective")
+            kind = COLLECTIVES[node.target].replace("_", "-")
+            step.title = f"{kind} (merged)" if node.target is all_reduce_coalesced else kind
+            step.reason = node.meta[COLLECTIVE].reason if COLLECTIVE in node.meta else ""
         elif node.op == "call_module":
-            step = new(str(node.target), axes.get(str(node.target), "whole layer"))
-        elif (node.target in REARRANGING or name == "_item") and len(made) == 1:
-            step = steps[made[0]]
-        elif path in latest and all(number <= latest[path] for number in made):
+            step = new(str(node.target), axes.get(str(node.target), "replicated layer"))
+        elif (node.target in VIEWS or node.target is operator.getitem) and len(sources) == 1:
+            step = steps[sources[0]]
+        elif path in latest and all(number <= latest[path] for number in sources):
             step = steps[latest[path]]
         else:
             step = new(path, "operators")
             latest[path] = step.number
         step.nodes.append(node)
-        step.sources |= {number for number in made if number != step.number}
-        place[node] = step.number
+        step.sources |= {number for number in sources if number != step.number}
+        step_of[node] = step.number
     for step in steps:
-        _describe(step, planned, place)
+        _describe_output(step, planned, step_of)
     return steps
 
 
-def _joined(reasons: dict[tuple[str, str], str], module: str) -> str:
-    """Why, for a collective that does the work of two."""
-    return next((why for (_, where), why in reasons.items() if module in where.split(" + ")), "")
+def _outputs_first(step: Step, step_of: dict[Node, int]) -> list[Node]:
+    """The nodes of a step: those that other steps read before the others, the largest first."""
 
-
-def _results(step: Step, place: dict[Node, int]) -> list[Node]:
-    """The operators of a step, those first whose tensors other steps use, the largest before the others."""
-
-    def size(node: Node) -> tuple[bool, int, int]:
+    def rank(node: Node) -> tuple[bool, int, int]:
         value = node.meta.get("val")
-        used = any(place.get(user, step.number) != step.number for user in node.users)
+        is_output = any(step_of.get(user, step.number) != step.number for user in node.users)
         numel = prod(n for n in value.shape if isinstance(n, int)) if isinstance(value, torch.Tensor) else 0
-        return used, numel, step.nodes.index(node)
+        return is_output, numel, step.nodes.index(node)
 
-    return sorted(step.nodes, key=size, reverse=True)
+    return sorted(step.nodes, key=rank, reverse=True)
 
 
-def _describe(step: Step, planned: Planned, place: dict[Node, int]) -> None:
-    """What its result is: what its layer or collective gives, or else the largest tensor that it makes for others."""
-    for node in step.nodes if step.kind != "operators" else _results(step, place):
-        value, placements = node.meta.get("val"), node.meta.get("placement")
-        if step.kind == "collective":
-            value = node.all_input_nodes[0].meta.get("val")
+def _describe_output(step: Step, planned: Planned, step_of: dict[Node, int]) -> None:
+    """Fill in the output of a step: that of its layer or collective, or else its largest output."""
+    for node in step.nodes if step.kind != "operators" else _outputs_first(step, step_of):
+        value, placements = node.meta.get(FULL, node.meta.get("val")), node.meta.get("placement")
         if isinstance(value, torch.Tensor) and placements:
             placement: Placement = placements[0]
-            step.split = (
-                "partial"
-                if isinstance(placement, Partial)
-                else "split"
-                if isinstance(placement, Shard) and placement.layouts
-                else "whole"
-            )
-            step.placement = in_words(placement, tuple(value.shape))
-            step.whole = tuple(str(n) for n in value.shape)
-            step.local = tuple(str(n) for n in local_shape(placement, tuple(value.shape), planned.ctx.rank))
+            step.sharding = _sharding(placement)
+            step.placement = placement_text(placement, tuple(value.shape))
+            step.global_shape = tuple(str(n) for n in value.shape)
+            step.local_shape = tuple(str(n) for n in local_shape(placement, tuple(value.shape), planned.ctx.rank))
             step.dtype = str(value.dtype).removeprefix("torch.")
             break
     if not step.title:
-        own = [short(node) for node in step.nodes if node.target not in REARRANGING]
+        operators = [operator_name(node) for node in step.nodes if node.target not in VIEWS]
         last = step.module.rpartition(".")[2]
-        step.title = last if last and not last.isdigit() else ", ".join(dict.fromkeys(own[:3])) or "the model"
+        step.title = last if last and not last.isdigit() else ", ".join(dict.fromkeys(operators[:3])) or "the model"
 
 
-def in_words(placement: Placement, shape: tuple[Any, ...]) -> str:
-    """Where a tensor is, for someone who sees it for the first time."""
-    if isinstance(placement, Replicate):
-        return "every rank has all of it"
+def _sharding(placement: Placement) -> str:
     if isinstance(placement, Partial):
-        return "every rank has a term of a sum"
+        return "partial"
+    return "sharded" if isinstance(placement, Shard) and placement.layouts else "replicated"
+
+
+def placement_text(placement: Placement, shape: tuple[Any, ...]) -> str:
+    """A placement as text, with the sizes of the sharded dimensions."""
+    if isinstance(placement, Replicate):
+        return "replicated"
+    if isinstance(placement, Partial):
+        return "partial: the ranks' tensors add up to the result"
     if not placement.layouts:
-        return "every rank has all of it, and uses its own part"
+        return "replicated, each rank uses its own part"
     parts = []
     for dim, layout in placement.layouts:
-        how = (
-            "in even parts" if str(layout) == "even" else "in parts of unequal size" if str(layout) == "uneven" else ""
-        )
+        how = "in even shards" if str(layout) == "even" else "in uneven shards" if str(layout) == "uneven" else ""
         if not how:
-            how = "some of it on several ranks" if layout.has_copies else "piece by piece"
-        size = f" ({shape[dim]} long)" if dim < len(shape) else ""
+            how = "with some shards on several ranks" if layout.has_copies else "in packed segments"
+        size = f" (size {shape[dim]})" if dim < len(shape) else ""
         parts.append(f"dimension {dim}{size} {how}")
-    return "split along " + " and ".join(parts)
+    return "sharded on " + " and ".join(parts)
 
 
-def short(node: Node) -> str:
-    """What an operator is called."""
+def operator_name(node: Node) -> str:
+    """The name of a node's operator."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target._opname)
     return str(getattr(node.target, "__name__", node.target))
 
 
 def module_path(node: Node) -> str:
-    """The module that a node comes from; what has none belongs where its first input does."""
+    """The module that a node belongs to; a node without one belongs to the module of its first input."""
     while not node.meta.get("nn_module_stack") and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return module_of(node)
 
 
 def sections_of(steps: list[Step], planned: Planned) -> list[Section]:
-    """Blocks that are alike once, and the rest where it runs."""
+    """One section per kind of block, and the steps before and after the blocks."""
     groups: dict[str, list[Step]] = {}
     seen_block = False
     for step in steps:
@@ -208,14 +215,15 @@ def sections_of(steps: list[Step], planned: Planned) -> list[Section]:
     found: dict[Any, Section] = {}
     for name, members in groups.items():
         rest = {"before": "Before the blocks", "after": "After the blocks"}
-        alike = tuple((s.title, s.kind, s.placement, s.whole) for s in members) if name not in rest else name
+        signature = tuple((s.title, s.kind, s.placement, s.global_shape) for s in members)
+        key: Any = name if name in rest else signature
         title = rest.get(name, name) if len(groups) > 1 else "The model"
-        if alike in found:
-            found[alike].count += counts[name]
+        if key in found:
+            found[key].count += counts[name]
         else:
-            found[alike] = Section(title, members, counts[name])
+            found[key] = Section(title, members, counts[name])
     for section in found.values():
-        inside = {step.number for step in section.steps}
-        outside = {number for step in section.steps for number in step.sources} - inside
-        section.given = [steps[number] for number in sorted(outside)]
+        own = {step.number for step in section.steps}
+        external = {number for step in section.steps for number in step.sources} - own
+        section.external = [steps[number] for number in sorted(external)]
     return sorted(found.values(), key=lambda section: section.title == "After the blocks")

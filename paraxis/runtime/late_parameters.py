@@ -1,7 +1,7 @@
 """Parameters that a model gets after it was planned: those of adapters, mostly.
 
-A plain parameter with a new name is taken as it is: whole on every rank, from the first rank's values, with the
-gradient that it has in the unsharded model. A copy of a sharded parameter under a new name (a module that was copied to
+A plain parameter with a new name is replicated, with the values of rank 0 and the gradient that it has in the unsharded
+model. A copy of a sharded parameter under a new name (a module that was copied to
 be trained) keeps the placement of the original. What was planned is never replaced: a parameter under a known name that
 is not the one that was planned is refused when the graph is solved.
 """
@@ -19,9 +19,10 @@ from ..context import ParallelExecutionCtx
 from ..distributed.collectives import broadcast
 from ..distributed.consensus import all_gather_object
 from ..placement import REPLICATE
+from ..plan.build import PlanBuilder
 from ..tensor.sharded_tensor import ShardedTensor
 
-REASON = "added after the plan was made: whole on every rank"
+REASON = "added after the plan was made: replicated"
 
 
 def register_late_parameters(module: nn.Module, prefix: str, ctx: ParallelExecutionCtx, config: Config) -> None:
@@ -30,9 +31,9 @@ def register_late_parameters(module: nn.Module, prefix: str, ctx: ParallelExecut
     Raises:
         RuntimeError: on all ranks, if they do not have the same new parameters.
     """
-    if ctx.plan is None or ctx.planning:
+    if ctx.plan is None or ctx.state.planning:
         return
-    known = set(ctx.param_cache).union(*ctx.aliases.values())
+    known = set(ctx.param_cache).union(*ctx.state.aliases.values())
     planned = set(map(id, ctx.param_cache.values()))
     new: dict[str, nn.Parameter] = {}
     for path, parameter in module.named_parameters():
@@ -47,19 +48,21 @@ def register_late_parameters(module: nn.Module, prefix: str, ctx: ParallelExecut
             f"the ranks do not have the same parameters: since the model was planned, rank 0 got {_names(answers[0])} "
             f"and rank {other} got {_names(answers[other])}. Change the model alike on every rank."
         )
+    if not new:
+        return
+    builder = PlanBuilder.of(ctx.plan, ctx.world_size)
     for name, parameter in new.items():
         if isinstance(parameter, ShardedTensor):
             parameter._spec.name = name  # type: ignore[union-attr]
-            placement = parameter.placement
-            if ctx.grad_reducer is not None and parameter.dp_shard is None:
-                ctx.grad_reducer.add(parameter)
+            builder.add_parameter(name, parameter.placement, parameter.shape)
+            if ctx.state.grad_reducer is not None and parameter.dp_shard is None:
+                ctx.state.grad_reducer.add(parameter)
         else:
-            placement = REPLICATE
+            builder.add_parameter(name, REPLICATE, parameter.shape, REASON)
             with torch.no_grad():
                 parameter.copy_(_from_the_first(parameter.detach(), ctx))
-            ctx.plan.replicated.append((name, REASON))
-        ctx.plan.add_parameter(name, placement, tuple(parameter.shape), rank=0)
         ctx.param_cache[name] = parameter
+    ctx.plan = builder.build()
 
 
 def _from_the_first(tensor: torch.Tensor, ctx: ParallelExecutionCtx) -> torch.Tensor:

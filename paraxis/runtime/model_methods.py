@@ -19,7 +19,7 @@ from ..integrations.peft import has_adapters, save_adapters
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.unshard import unsharded_for_inference
 from ..weights.save import save_checkpoint
-from .backend import CompiledCall
+from .compiled_call import CompiledCall
 from .redirect_forward import compiled_call_of, model_copier, redirect_forward
 
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from ..config import Config
 from ..context import ParallelExecutionCtx
-from ..data_parallel.setup import arrange
+from ..data_parallel import setup_data_parallel
 from ..tensor.sharded_tensor import ShardedTensor
-from .backend import CompiledCall
+from .compiled_call import CompiledCall
 
 _BOUND = {
     "forward",
@@ -82,12 +82,13 @@ def model_copier(
         theirs = copy.copy(ctx)
         theirs.param_cache = {name: memo.get(id(p), p) for name, p in ctx.param_cache.items()}
         theirs.parallel_layer_cache, theirs.last_optimized_graph_module = {}, None
-        theirs.compile_times, theirs.grad_reducer = 0, None
-        theirs.plan = replace(ctx.plan, breaks=[]) if ctx.plan is not None else None
-        arrange({n: p for n, p in theirs.param_cache.items() if isinstance(p, ShardedTensor)}, theirs, call.config)
+        theirs.compile_times, theirs.state = 0, replace(ctx.state, grad_reducer=None, pass_seconds={})
+        theirs.plan = replace(ctx.plan, breaks=()) if ctx.plan is not None else None
+        sharded = {n: p for n, p in theirs.param_cache.items() if isinstance(p, ShardedTensor)}
+        setup_data_parallel(sharded, theirs, call.config)
         program = compiled_call_of(twin, theirs, call.config, call.name)
-        if call.opened:
-            program.open("; ".join(ctx.plan.breaks[:1]) if ctx.plan is not None else "")
+        if call.fell_back:
+            program.fall_back("; ".join(ctx.plan.breaks[:1]) if ctx.plan is not None else "")
         install_model_methods(twin, theirs, program)
         return twin
 

@@ -1,0 +1,58 @@
+"""Agreeing: all ranks run the same program, or none does."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from ..config import Config
+from ..context import ParallelExecutionCtx
+from ..distributed.consensus import all_gather_object
+from ..graph.local_program import info_of
+from ..tensor.sharded_tensor import ShardedTensor
+from .base import PassBase
+
+
+class AgreeOnProgramPass(PassBase):
+    """All ranks compare their programs, and raise together if they differ: collectives would wait forever.
+
+    Compared is what the ranks must do alike and in the same order. Operators in between may come in another order: a
+    model that iterates over a set of strings does so differently in every process.
+    """
+
+    name = "agree"
+
+    def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
+        """Raise on all ranks if they did not build the same program."""
+        group = ctx.world_group if ctx.state.planning else ctx.tp_group
+        mine = [_digest(graph_module), _describe(ctx.example_inputs)]
+        answers = all_gather_object(group, mine, "comparing the compiled graphs", config.sync_timeout)
+        if len({digest for digest, _ in answers}) > 1:
+            described = "; ".join(f"rank {rank}: {inputs}" for rank, (_, inputs) in enumerate(answers))
+            raise RuntimeError(
+                f"rank {ctx.rank} of {ctx.world_size}: the ranks compiled different graphs, whose collectives would "
+                f"wait for one another forever. Inputs on {described}. Every rank must call the model with inputs of "
+                "the same shapes and in the same mode."
+            )
+        return graph_module
+
+
+def _digest(program: GraphModule) -> str:
+    info = info_of(program)
+    lines = [*info.order, *(f"{c.kind} {c.module}" for c in info.collectives), *info.fingerprint]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _describe(example_inputs: list[Any]) -> str:
+    """The inputs of the graph, less the parameters, in words."""
+    shown = [x for x in example_inputs if not isinstance(x, nn.Parameter)]
+    return ", ".join(
+        f"{tuple(x.shape)}{' sharded' if isinstance(x, ShardedTensor) else ''}"
+        if isinstance(x, torch.Tensor)
+        else str(x)
+        for x in shown[:6]
+    )

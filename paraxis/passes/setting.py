@@ -1,0 +1,103 @@
+"""What a program is built for. Passes say when they apply in these terms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.fx import GraphModule
+
+from ..compat.inductor import options_of_mode
+from ..config import Config
+from ..context import ParallelExecutionCtx
+from ..data_parallel.shard import shards_parameters
+from ..distributed.collectives import backend_of
+from ..graph.local_program import INFO, ProgramInfo, draws_random
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The circumstances of one build of a local program.
+
+    Attributes:
+        searching: A plan is being searched: no parameter has a placement, and nothing will run.
+        simulated: The ranks are simulated: there are no weights, and nothing will run.
+        grad: The program records gradients.
+        compiled: Inductor compiles the program.
+        device: The type of the device: ``"cpu"``, ``"cuda"``.
+        cuda_graphs: The program is captured as a CUDA graph; after lifting it is known whether sizes are dynamic.
+        dp_sharded: Data-parallel ranks shard parameters (FSDP), so that a program gathers them.
+        random: The program draws random numbers.
+        ranks: The number of tensor-parallel ranks.
+    """
+
+    searching: bool = False
+    simulated: bool = False
+    grad: bool = False
+    compiled: bool = False
+    device: str = "cpu"
+    cuda_graphs: bool = False
+    dp_sharded: bool = False
+    random: bool = False
+    ranks: int = 2
+
+    @property
+    def runs(self) -> bool:
+        """Whether the program will run, on weights."""
+        return not self.searching and not self.simulated
+
+    @property
+    def eager(self) -> bool:
+        """Whether Python runs the program, operator by operator."""
+        return not self.compiled
+
+    @property
+    def inference(self) -> bool:
+        """Whether the program records no gradients."""
+        return not self.grad
+
+    @property
+    def lifts(self) -> bool:
+        """Whether the program becomes one on plain tensors, for Inductor.
+
+        Not one with random numbers: every rank draws from a state of its own for what is sharded and from a common one
+        for what is replicated, which Inductor's generator cannot express.
+        """
+        return self.compiled and not self.random
+
+
+def setting_of(graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> Setting:
+    """The setting in which a graph is rewritten now."""
+    compiled = config.compile is not None
+    info = graph_module.meta.get(INFO)
+    static = not (isinstance(info, ProgramInfo) and info.dynamic)
+    return Setting(
+        searching=ctx.state.searching,
+        simulated=ctx.state.simulated,
+        grad=torch.is_grad_enabled(),
+        compiled=compiled,
+        device=ctx.current_device.type,
+        cuda_graphs=compiled and static and bool(inductor_options(ctx, config).get("triton.cudagraphs")),
+        dp_sharded=shards_parameters(ctx, config),
+        random=draws_random(graph_module),
+        ranks=ctx.world_size,
+    )
+
+
+def inductor_options(ctx: ParallelExecutionCtx, config: Config) -> dict[str, object]:
+    """Inductor's options for ``config.mode``, without CUDA graphs where they are impossible: see :func:`obstacle`."""
+    options = options_of_mode(config.mode or "default")
+    if options.get("triton.cudagraphs") and obstacle(ctx, config):
+        del options["triton.cudagraphs"]
+    return options
+
+
+def obstacle(ctx: ParallelExecutionCtx, config: Config) -> str:
+    """Why programs cannot be captured as CUDA graphs; empty if they can."""
+    group: dist.ProcessGroup = ctx.tp_group
+    if group.size() > 1 and ctx.current_device.type == "cuda" and backend_of(group, ctx.current_device) == "gloo":
+        return "gloo's collectives cannot be captured"
+    if shards_parameters(ctx, config):
+        return "unsharded weights have another address in every call"
+    return ""

@@ -1,0 +1,186 @@
+"""Calling a module of a parallel model: its compiled graph or, after a graph break, those of its children."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch._dynamo as dynamo
+from torch import nn
+from torch.fx import GraphModule
+
+from ..capture.dynamic_shapes import mark_dynamic, mark_static
+from ..capture.trace import (
+    fresh_entry,
+    gc_paused,
+    ignore_loggers,
+    install_output_hooks,
+    no_mha_fastpath,
+    translated,
+)
+from ..config import Config
+from ..context import ParallelExecutionCtx
+from ..data_parallel.shard import shards_parameters
+from ..errors import CaptureError, GraphBreak
+from ..plan import Plan
+from ..plan.apply import apply_plan, parameter_metas
+from ..plan.build import PlanBuilder
+from ..tensor.sharded_tensor import ShardedTensor, UnplacedError, shard_gradient
+from ..utils.memory import malloc_trim
+from ..weights.materialize import materialize_parameters
+from .backend import parallelize_backend
+from .dispatch_modes import with_dispatch_modes, without_dispatch_modes
+from .gather_on_access import gather_on_access
+from .guards import ParametersReplaced, Structure, needed_guards, other_than_parameters, with_same_parameters
+from .inductor import parameters_by_position
+from .late_parameters import register_late_parameters
+
+RECOMPILE_LIMIT = 64
+"""Prefill, decode, training and their dynamic variants are all compilations of one function."""
+
+
+class CompiledCall:
+    """What calling a module of a parallel model runs.
+
+    A module whose forward cannot be captured as one graph *falls back*: its own forward runs in Python, on replicated
+    tensors, and each of its children is compiled by itself, and falls back in its turn if need be. ``plan.breaks`` says
+    so, with the line that breaks the graph.
+
+    Of the model itself it is the forward that is replaced: it is also called directly, by wrappers of the model, and
+    what wraps it (hooks, mixed precision) is left in Python. Then ``forward`` is the model's own.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        ctx: ParallelExecutionCtx,
+        config: Config,
+        name: str = "",
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        ignore_loggers()
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+        self.module, self.ctx, self.config, self.name = module, ctx, config, name
+        self.forward = forward
+        self.fell_back = self.running = False
+        self._compile_times = -1
+        self._guarded = shards_parameters(ctx, config)
+        self._structure = None if config.compile is None else Structure(module)
+        self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
+
+    def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
+        install_output_hooks(self.module)  # a model that runs by a plan of an earlier run was not captured before
+        unguarded = bool(options) and self.config.compile is None  # parameters are; torch.compile empties the options
+
+        def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            register_late_parameters(self.module, self.name, self.ctx, self.config)
+            program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config)
+            malloc_trim()
+            if unguarded and not torch.is_grad_enabled():
+                assert self.ctx.last_optimized_graph_module is not None
+                program = with_same_parameters(program, parameters_by_position(self.ctx.last_optimized_graph_module))
+            return with_dispatch_modes(program)
+
+        entry = fresh_entry(self.config.gather_outputs, forward=self.forward is not None)
+        return torch.compile(entry, fullgraph=True, backend=backend, options=options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled graph, compiling it first if this is a new kind of call."""
+        if not self.fell_back:
+            if self._compile_times != self.ctx.compile_times:  # the call before compiled: this one may have to as well
+                self._compile_times = self.ctx.compile_times
+                malloc_trim()
+                mark_dynamic(args, kwargs)
+            if self.config.enable_sequence_parallel:
+                mark_static(args, kwargs)
+            changed = self._structure is not None and self._structure.changed()
+            if self._compiled is None or changed:
+                wanted = other_than_parameters if self.config.compile is None else needed_guards
+                self._compiled = self._compile({} if self._guarded else {"guard_filter_fn": wanted})
+            self.running = True
+            try:
+                with no_mha_fastpath(), gc_paused(), without_dispatch_modes():
+                    result = self._compiled(self.module, *args, **kwargs)
+                return gather_on_access(result) if self.config.gather_outputs else result
+            except ParametersReplaced:  # compile again, with all guards
+                if self._guarded:
+                    raise
+                self._guarded, self._compiled = True, self._compile({})
+                return self(*args, **kwargs)
+            except dynamo.exc.TorchDynamoException as error:
+                problem = translated(error, self.module)
+                if not isinstance(problem, GraphBreak):
+                    raise problem from error
+            finally:
+                self.running = False
+            self.fall_back(str(problem))
+        if self.forward is not None:
+            return self.forward(*args, **kwargs)
+        return self.module._call_impl(*args, **kwargs)
+
+    def fall_back(self, problem: str) -> None:
+        """Run the module's own forward in Python from now on, and compile its children instead."""
+        if shards_parameters(self.ctx, self.config):
+            raise CaptureError(
+                f"{self.name or 'the model'} is not one graph, and data-parallel ranks that shard parameters must "
+                f"gather them in one order, whatever their data: {problem}. Use data_parallel='replicate'."
+            )
+        self.fell_back = True
+        plan = self.ctx.plan or Plan(self.ctx.world_size)
+        self.ctx.plan = replace(plan, breaks=(*plan.breaks, f"{self.name or 'the model'}: {problem}"))
+        if self.ctx.rank == 0:
+            logging.getLogger("paraxis").warning("%s. Its parts run as graphs of their own.", problem)
+        if self.ctx.state.planning:  # its own parameters are read by Python code, which no plan knows
+            own = set(map(id, self.module.parameters(recurse=False)))
+            place_unused(self.ctx, self.config, own)
+        for parameter in self.module.parameters():
+            if isinstance(parameter, ShardedTensor) and parameter.requires_grad and not parameter._backward_hooks:
+                parameter.register_hook(partial(shard_gradient, parameter))
+        for name, child in _callable_children(self.module, self.name):
+            child._compiled_call_impl = CompiledCall(child, self.ctx, self.config, name)  # type: ignore[assignment]
+
+
+def place_unused(ctx: ParallelExecutionCtx, config: Config, which: set[int] | None = None) -> None:
+    """Place and load those of these parameters (by id; all of them, by default) that no graph has placed."""
+    builder = PlanBuilder.of(ctx.plan, ctx.world_size)
+    shapes = {
+        name: tuple(ctx.param_cache[name].shape)
+        for name in parameter_metas(ctx)
+        if which is None or id(ctx.param_cache[name]) in which
+    }
+    builder.add_unused(shapes)
+    apply_plan(builder.build(), ctx)
+    materialize_parameters(ctx, config)
+
+
+def plan_by_running(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> None:
+    """Plan a model with graph breaks by running it: every graph is solved, applied and loaded when it is met."""
+    ctx, config = call.ctx, call.config
+    ctx.state.planning = True
+    try:
+        with torch.no_grad(), gc_paused():
+            call.fall_back(reason)
+            try:
+                call(*args, **kwargs)
+            except UnplacedError:  # read by Python code before any graph: place all the rest, and run it again
+                place_unused(ctx, config)
+                call(*args, **kwargs)
+    finally:
+        ctx.state.planning = False
+    place_unused(ctx, config)
+
+
+def _callable_children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """The children with a forward of their own; those of a list or dictionary of modules in its place."""
+    found = []
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if type(child).forward is nn.Module.forward or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _callable_children(child, path)
+        elif any(True for _ in child.parameters()):
+            found.append((path, child))
+    return found
