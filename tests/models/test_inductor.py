@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from marks import long
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from zoo.cases import find
 
 from paraxis import Config
-from paraxis.optimize.single_query_attention import attend_one, decompose_single_query_attention
 from paraxis.tensor.sharded_tensor import ShardedTensor, wrap
 
 
@@ -154,34 +151,6 @@ def test_generation(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2).run(generated, str(tmp_path), timeout=600):
         assert found["tokens"] and found["off"] < 1e-4
         assert found["in memory"] and found["in place"]
-
-
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    def repeat(x: torch.Tensor) -> torch.Tensor:
-        batch, heads, length, size = x.shape
-        return x[:, :, None].expand(batch, heads, 4, length, size).reshape(batch, heads * 4, length, size)
-
-    return F.scaled_dot_product_attention(q, repeat(k), repeat(v), mask)
-
-
-@pytest.mark.parametrize("kind", ["bool", "float"])
-def test_one_query_takes_keys_as_they_are(kind: str) -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 8, 1, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
-    seen = torch.rand(2, 1, 1, 9) > 0.3
-    mask = seen if kind == "bool" else torch.zeros(2, 1, 1, 9).masked_fill(~seen, -1e9)
-    graph = make_fx(attention, pre_dispatch=True)(q, k, v, mask)
-    assert decompose_single_query_attention(graph) == 1
-    targets = [n.target for n in graph.graph.nodes]
-    assert attend_one in targets and torch.ops.aten.expand.default not in targets
-    torch.testing.assert_close(graph(q, k, v, mask), attention(q, k, v, mask))
-
-
-@pytest.mark.parametrize("length, heads", [(2, 1), (1, 8)])
-def test_more_queries_and_masks_per_head_stay(length: int, heads: int) -> None:
-    q, k, v = torch.randn(2, 8, length, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
-    graph = make_fx(attention, pre_dispatch=True)(q, k, v, torch.zeros(2, heads, length, 9))
-    assert decompose_single_query_attention(graph) == 0
 
 
 def test_options_that_make_no_sense() -> None:

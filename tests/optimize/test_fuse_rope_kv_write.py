@@ -1,4 +1,4 @@
-"""Query, key and value of a prompt on an empty cache: one operator for all that is done with them."""
+"""RoPE and the writes into an empty static KV cache become one operator, unless memory changes in between."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
+from helpers.graphs import assert_same_results, targets, trace
 
 from paraxis.optimize.fuse_rope_kv_write import fuse_rope_kv_write, merge_cache_counters
 from paraxis.optimize.prefill import drop_causal_masks
@@ -18,7 +17,8 @@ aten = torch.ops.aten
 ROWS, LENGTH, FEATURES = 6, 10, 16
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The rotary embedding as models write it."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], -1) * sin
 
@@ -31,11 +31,11 @@ def layer(
     sin: torch.Tensor,
     counter: torch.Tensor,
     fill: float = 0.0,
-    turn: Callable[..., torch.Tensor] = turned,
+    rotate: Callable[..., torch.Tensor] = rope,
 ) -> tuple[torch.Tensor, ...]:
-    """What a model does in a layer: the cache counts on a copy of its counter."""
+    """Attention of a layer on an empty static cache, which increments a copy of its counter."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    query, key = turn(query, cos, sin), turn(key, cos, sin)
+    query, key = rotate(query, cos, sin), rotate(key, cos, sin)
     count = counter.clone()
     at = torch.arange(key.shape[2]) + count
     count.add_(key.shape[2])
@@ -49,127 +49,110 @@ def layer(
     return F.scaled_dot_product_attention(query, keys, values, mask), *caches, count
 
 
-def inputs(batch: int = 1, rows: int = ROWS, features: int = FEATURES) -> list[torch.Tensor]:
+def draw(batch: int = 1, rows: int = ROWS, features: int = FEATURES) -> list[torch.Tensor]:
+    """Query, key, value, cosines, sines and a counter."""
     torch.manual_seed(0)
     states = [torch.randn(batch, rows, heads, features).transpose(1, 2) for heads in (4, 2, 2)]
     return [*states, torch.rand(batch, rows, features), torch.rand(batch, rows, features), torch.tensor(0)]
 
 
-def traced(function: Any, given: list[torch.Tensor]) -> GraphModule:
-    return make_fx(lambda *given: function(*given), pre_dispatch=True)(*given)
-
-
-def compare(module: GraphModule, function: Any, given: list[torch.Tensor]) -> None:
-    for found, expected in zip(module(*given), function(*given), strict=True):
-        torch.testing.assert_close(found, expected)
-    assert given[-1] == 0
-
-
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("opened", [False, True])
-def test_a_layer(opened: bool, batch: int) -> None:
-    given = inputs(batch)
-    module = traced(layer, given)
-    if opened:
+@pytest.mark.parametrize("mask_dropped", [False, True])
+def test_rope_and_writes_become_one_operator(mask_dropped: bool, batch: int) -> None:
+    inputs = draw(batch)
+    module = trace(layer, inputs)
+    if mask_dropped:
         assert drop_causal_masks(module) == 1
     assert fuse_rope_kv_write(module) == 1
-    left = {node.target for node in module.graph.nodes if node.op == "call_function"}
+    left = set(targets(module))
     assert torch.ops.paraxis.rope_kv_write.default in left
     assert not left & {aten.index_put.default, aten.full.default, aten.cat.default, aten.neg.default}
-    compare(module, layer, given)
+    assert_same_results(module, layer, inputs)
 
 
-def test_several_layers_count_together() -> None:
-    def model(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first = layer(*given[:6])
-        return *first, *layer(first[0], *given[1:5], given[6])
+def test_counters_of_several_layers_are_incremented_together() -> None:
+    def model(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = layer(*inputs[:6])
+        return *first, *layer(first[0], *inputs[1:5], inputs[6])
 
-    given = [*inputs(), torch.tensor(0)]
-    module = traced(model, given)
+    inputs = [*draw(), torch.tensor(0)]
+    module = trace(model, inputs)
     assert fuse_rope_kv_write(module) == 2
     assert merge_cache_counters(module) == 2
-    targets = [node.target for node in module.graph.nodes]
-    assert targets.count(aten._foreach_add.Scalar) == 1
-    assert aten.add_.Tensor not in targets and aten.clone.default not in targets
-    compare(module, model, given)
-    assert given[5] == 0
+    assert targets(module).count(aten._foreach_add.Scalar) == 1
+    assert not {aten.add_.Tensor, aten.clone.default} & set(targets(module))
+    assert_same_results(module, model, inputs)
 
 
-def test_counters_that_are_read_before_and_after() -> None:
+def test_counter_that_is_read_before_and_after_is_merged() -> None:
     def model(x: torch.Tensor, counter: torch.Tensor) -> tuple[torch.Tensor, ...]:
         count = counter.clone()
         before = x + count
         after = count.add_(3)
         return before, x + count, count, after
 
-    given = [torch.rand(4), torch.tensor(0)]
-    module = traced(model, given)
+    inputs = [torch.rand(4), torch.tensor(0)]
+    module = trace(model, inputs)
     assert merge_cache_counters(module) == 1
-    compare(module, model, given)
+    assert_same_results(module, model, inputs)
 
 
-def test_counters_that_are_inputs_stay() -> None:
-    module = traced(lambda x, counter: x + counter.add_(3), [torch.rand(4), torch.tensor(0)])
+def test_counter_that_is_an_input_is_not_merged() -> None:
+    module = trace(lambda x, counter: x + counter.add_(3), [torch.rand(4), torch.tensor(0)])
     assert merge_cache_counters(module) == 0
 
 
-def untouched(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def test_counter_with_a_view_is_not_merged() -> None:
+    def model(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+        count = counter.clone()
+        view = count[None]
+        count.add_(3)
+        return x + view
+
+    inputs = [torch.rand(4), torch.tensor(0)]
+    module = trace(model, inputs)
+    assert merge_cache_counters(module) == 0
+    assert_same_results(module, model, inputs)
+
+
+def no_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def of_a_part(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return torch.cat([turned(x[..., :8], cos[..., :8], sin[..., :8]), x[..., 8:]], -1)
+def partial_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rope(x[..., :8], cos[..., :8], sin[..., :8]), x[..., 8:]], -1)
 
 
 @pytest.mark.parametrize(
-    ("changes", "options"),
+    ("shape", "options"),
     [
         ({}, {"fill": 1.0}),
-        ({}, {"turn": untouched}),
-        ({}, {"turn": of_a_part}),
+        ({}, {"rotate": no_rope}),
+        ({}, {"rotate": partial_rope}),
         ({"features": 24}, {}),
         ({"rows": 1}, {}),
     ],
+    ids=["cache that is not empty", "no RoPE", "partial RoPE", "features that the kernel does not take", "one token"],
 )
-def test_what_stays(changes: dict[str, int], options: dict[str, Any]) -> None:
-    """A cache that is not empty, other rotations, features that no kernel takes, single tokens."""
+def test_other_layers_are_not_fused(shape: dict[str, int], options: dict[str, Any]) -> None:
+    def model(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return layer(*inputs, **options)
 
-    def model(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return layer(*given, **options)
-
-    given = inputs(**changes)
-    module = traced(model, given)
+    inputs = draw(**shape)
+    module = trace(model, inputs)
     assert fuse_rope_kv_write(module) == 0
-    compare(module, model, given)
+    assert_same_results(module, model, inputs)
 
 
-# -- what is written to in between -----------------------------------------------------------------------------------
+# -- memory that changes in between --------------------------------------------------------------------------------
 
 
-def counted_before(q: Any, k: Any, v: Any, cos: Any, sin: Any, counter: Any) -> tuple[torch.Tensor, ...]:
-    """One counter for all layers, counted on before they run, and looked at again."""
-    at = torch.arange(ROWS) + counter
-    counter.add_(ROWS)
-    v = v * 1
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    query, key = turned(q, cos, sin), turned(k, cos, sin)
-    caches = [aten.index_put(torch.zeros(1, 2, LENGTH, FEATURES), [None, None, at], x) for x in (key, v)]
-    keys, values = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, 4, LENGTH, FEATURES) for x in caches)
-    return F.scaled_dot_product_attention(query, keys, values), *caches, counter + 0
-
-
-def counted_by_a_view(*given: Any) -> tuple[torch.Tensor, ...]:
-    """The copy of the counter is another number by the time it is used."""
-    count = given[5].clone()
-    count.view(1).add_(2)
-    return in_a_layer(*given[:5], count)
-
-
-def in_a_layer(
+def attend(
     q: Any, k: Any, v: Any, cos: Any, sin: Any, count: Any, zeros: Any = None, change: Any = None
 ) -> tuple[torch.Tensor, ...]:
+    """A layer without a mask; ``change`` runs between RoPE and the writes."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    query, key = turned(q, cos, sin), turned(k, cos, sin)
+    query, key = rope(q, cos, sin), rope(k, cos, sin)
     if change is not None:
         change()
     at = torch.arange(ROWS) + count
@@ -180,73 +163,78 @@ def in_a_layer(
     return F.scaled_dot_product_attention(query, keys, values), *caches
 
 
-def value_changed_in_part(q: Any, k: Any, v: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+def counter_incremented_first(q: Any, k: Any, v: Any, cos: Any, sin: Any, counter: Any) -> tuple[torch.Tensor, ...]:
+    """One counter for all layers, incremented before they run and read again."""
+    at = torch.arange(ROWS) + counter
+    counter.add_(ROWS)
+    v = v * 1
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    query, key = rope(q, cos, sin), rope(k, cos, sin)
+    caches = [aten.index_put(torch.zeros(1, 2, LENGTH, FEATURES), [None, None, at], x) for x in (key, v)]
+    keys, values = (x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(1, 4, LENGTH, FEATURES) for x in caches)
+    return F.scaled_dot_product_attention(query, keys, values), *caches, counter + 0
+
+
+def counter_incremented_through_a_view(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    count = inputs[5].clone()
+    count.view(1).add_(2)
+    return attend(*inputs[:5], count)
+
+
+def value_written_in_between(q: Any, k: Any, v: Any, cos: Any, sin: Any, counter: Any) -> tuple[torch.Tensor, ...]:
     base = v * 1
-    return in_a_layer(q, k, base.view(v.shape), *given[:2], given[2].clone(), change=lambda: base[:, :, 0].mul_(3))
+    return attend(q, k, base.view(v.shape), cos, sin, counter.clone(), change=lambda: base[:, :, 0].mul_(3))
 
 
-def factor_changed(q: Any, k: Any, v: Any, cos: Any, *given: Any) -> tuple[torch.Tensor, ...]:
+def cosines_written(q: Any, k: Any, v: Any, cos: Any, sin: Any, counter: Any) -> tuple[torch.Tensor, ...]:
     cos = cos * 1
     cos[:, 0].mul_(3)
-    return in_a_layer(q, k, v, cos, given[0], given[1].clone())
+    return attend(q, k, v, cos, sin, counter.clone())
 
 
-def zeros_changed(*given: Any) -> tuple[torch.Tensor, ...]:
+def zeros_written(*inputs: Any) -> tuple[torch.Tensor, ...]:
     zeros = torch.zeros(1, 2, LENGTH, FEATURES)
     zeros[:, :, -1].add_(1)
-    return in_a_layer(*given[:5], given[5].clone(), zeros=zeros)
+    return attend(*inputs[:5], inputs[5].clone(), zeros=zeros)
 
 
-def query_of_one_row(q: Any, *given: Any) -> tuple[torch.Tensor, ...]:
-    return in_a_layer(q[:, :, :1], *given[:4], given[4].clone())
+def fewer_queries_than_keys(q: Any, *inputs: Any) -> tuple[torch.Tensor, ...]:
+    return attend(q[:, :, :1], *inputs[:4], inputs[4].clone())
 
 
-def one_of_two_factors_for_all(q: Any, k: Any, v: Any, cos: Any, sin: Any, counter: Any) -> tuple[torch.Tensor, ...]:
-    return in_a_layer(q, k, v, cos[:1], sin, counter.clone())
+def cosines_broadcast_over_the_batch(
+    q: Any, k: Any, v: Any, cos: Any, sin: Any, count: Any
+) -> tuple[torch.Tensor, ...]:
+    return attend(q, k, v, cos[:1], sin, count.clone())
 
 
 @pytest.mark.parametrize(
     "model",
     [
-        counted_before,
-        counted_by_a_view,
-        value_changed_in_part,
-        factor_changed,
-        zeros_changed,
-        query_of_one_row,
-        one_of_two_factors_for_all,
+        counter_incremented_first,
+        counter_incremented_through_a_view,
+        value_written_in_between,
+        cosines_written,
+        zeros_written,
+        fewer_queries_than_keys,
+        cosines_broadcast_over_the_batch,
     ],
 )
-def test_what_would_be_read_too_early_or_too_late(model: Any) -> None:
-    batch = 2 if model is one_of_two_factors_for_all else 1
-    given = inputs(batch)
-    module = traced(model, [x.clone() for x in given])
+def test_memory_that_changes_in_between_is_not_fused(model: Any) -> None:
+    inputs = draw(2 if model is cosines_broadcast_over_the_batch else 1)
+    module = trace(model, [x.clone() for x in inputs])
     assert fuse_rope_kv_write(module) == 0
     merge_cache_counters(module)
-    found, expected = module(*(x.clone() for x in given)), model(*(x.clone() for x in given))
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    assert_same_results(module, model, inputs)
 
 
-def test_the_same_without_changes_is_placed() -> None:
-    """What the models above are when nobody writes: else they would pass for another reason."""
+def test_the_same_layer_without_changes_is_fused() -> None:
+    """Otherwise the models above might not be fused for another reason."""
 
-    def model(*given: Any) -> tuple[torch.Tensor, ...]:
-        return in_a_layer(*given[:5], given[5].clone())
+    def model(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        return attend(*inputs[:5], inputs[5].clone())
 
-    module = traced(model, inputs())
+    inputs = draw()
+    module = trace(model, inputs)
     assert fuse_rope_kv_write(module) == 1
-    compare(module, model, inputs())
-
-
-def test_views_of_counters() -> None:
-    def model(x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-        count = counter.clone()
-        seen = count[None]
-        count.add_(3)
-        return x + seen
-
-    given = [torch.rand(4), torch.tensor(0)]
-    module = traced(model, given)
-    assert merge_cache_counters(module) == 0
-    torch.testing.assert_close(module(*given), model(*given))
+    assert_same_results(module, model, inputs)

@@ -1,4 +1,4 @@
-"""Experts that run one after the other give what they gave all together."""
+"""Experts that run one after the other give the results of grouped matmuls over all experts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401 -- defines the operator
+from helpers.graphs import assert_same_results, targets, trace
 from torch.func import functionalize
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from paraxis.optimize.moe_experts import in_turn, run_experts_in_sequence
 
@@ -17,10 +17,12 @@ ROWS, WIDTH, INNER, EXPERTS = 12, 6, 10, 4
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The grouped matmul of transformers."""
     return torch.ops.transformers.grouped_mm_fallback(rows, weights, offsets)
 
 
-def inputs(offsets: list[int]) -> tuple[torch.Tensor, ...]:
+def draw(offsets: list[int]) -> tuple[torch.Tensor, ...]:
+    """Tokens, the token of each row, both weights, the last row of each expert, and the routing weights."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(5, WIDTH, generator=generator)
     index = torch.randint(0, 5, (ROWS,), generator=generator)
@@ -40,38 +42,40 @@ def clamped_without_scale(tokens: Any, index: Any, first: Any, second: Any, offs
     return grouped((gate * 2).clamp(max=1.0) * (up + 1), second, offsets).sum(1)
 
 
-def read_in_between(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
+def read_between_the_matmuls(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
     inner = grouped(tokens[index], first, offsets)
     return grouped(inner[:, :INNER] * scale, second, offsets).sum() + inner.sum()
 
 
-def over_rows(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
+def mean_over_rows(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
     inner = grouped(tokens[index], first, offsets)[:, :INNER]
     return grouped(inner - inner.mean(0), second, offsets)
 
 
 @pytest.mark.parametrize("offsets", [[3, 3, 7, 12], [0, 0, 0, 12], [2, 5, 6, 9]])
 @pytest.mark.parametrize(
-    ("function", "pairs"), [(gated, 1), (clamped_without_scale, 1), (read_in_between, 0), (over_rows, 0)]
+    ("function", "count"), [(gated, 1), (clamped_without_scale, 1), (read_between_the_matmuls, 0), (mean_over_rows, 0)]
 )
-def test_the_same_numbers(function: Callable[..., Any], pairs: int, offsets: list[int]) -> None:
-    given = inputs(offsets)
-    module = make_fx(function, tracing_mode="fake")(*given)
-    assert run_experts_in_sequence(module) == pairs
-    assert ("in_turn" in module.code) == bool(pairs)
-    torch.testing.assert_close(module(*given), function(*given))
+def test_pair_of_grouped_matmuls_runs_expert_by_expert(
+    function: Callable[..., Any], count: int, offsets: list[int]
+) -> None:
+    inputs = draw(offsets)
+    module = trace(function, inputs, tracing_mode="fake", pre_dispatch=False)
+    assert run_experts_in_sequence(module) == count
+    assert ("in_turn" in module.code) == bool(count)
+    assert_same_results(module, function, inputs)
 
 
-@pytest.mark.parametrize("function", [gated, clamped_without_scale, read_in_between, over_rows])
-def test_sizes_that_may_change(function: Callable[..., Any]) -> None:
-    """Here those of the weights may, too, which no model has."""
-    given = inputs([3, 3, 7, 12])
-    module = make_fx(function, tracing_mode="symbolic")(*given)
+@pytest.mark.parametrize("function", [gated, clamped_without_scale, read_between_the_matmuls, mean_over_rows])
+def test_results_are_right_with_dynamic_shapes(function: Callable[..., Any]) -> None:
+    """Here the sizes of the weights are dynamic too, which no model has."""
+    inputs = draw([3, 3, 7, 12])
+    module = trace(function, inputs, tracing_mode="symbolic", pre_dispatch=False)
     run_experts_in_sequence(module)
-    torch.testing.assert_close(module(*given), function(*given))
+    assert_same_results(module, function, inputs)
 
 
-def back_in_order(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
+def rows_by_inverse_permutation(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
     order = index.sort()[1]
     inverse = torch.empty_like(order)
     inverse[order] = torch.arange(ROWS)
@@ -79,33 +83,35 @@ def back_in_order(tokens: Any, index: Any, first: Any, second: Any, offsets: Any
     return grouped(gate * up, second, offsets)[inverse]
 
 
-def from_the_end(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
+def rows_by_negative_indices(tokens: Any, index: Any, first: Any, second: Any, offsets: Any, scale: Any) -> Any:
     gate, up = grouped(tokens[index], first, offsets).chunk(2, dim=-1)
     return grouped(gate * up, second, offsets)[index - ROWS]
 
 
-@pytest.mark.parametrize(("function", "quick"), [(back_in_order, True), (from_the_end, False)])
-def test_rows_are_put_back_quickly(function: Callable[..., Any], quick: bool) -> None:
-    """By an operator for rows, unless indices may be negative."""
-    given = inputs([3, 3, 7, 12])
-    module = make_fx(functionalize(function, remove="mutations"), tracing_mode="fake")(*given)
+@pytest.mark.parametrize(
+    ("function", "by_index_select"), [(rows_by_inverse_permutation, True), (rows_by_negative_indices, False)]
+)
+def test_rows_are_permuted_by_index_select(function: Callable[..., Any], by_index_select: bool) -> None:
+    """Unless indices may be negative, which it does not take."""
+    inputs = draw([3, 3, 7, 12])
+    module = trace(functionalize(function, remove="mutations"), inputs, tracing_mode="fake", pre_dispatch=False)
     assert run_experts_in_sequence(module) == 1
-    assert ("index_select" in module.code) == quick
-    torch.testing.assert_close(module(*given), function(*given))
+    assert (torch.ops.aten.index_select.default in targets(module)) == by_index_select
+    assert_same_results(module, function, inputs)
 
 
 def test_rows_of_no_expert_are_zero() -> None:
-    tokens, index, first, second, offsets, scale = inputs([2, 5, 6, 9])
+    tokens, index, first, second, offsets, scale = draw([2, 5, 6, 9])
     result = in_turn(tokens, index, first, second, offsets, scale, lambda x: x[:, :INNER])
     assert not result[9:].any() and result[:9].all(dim=1).any()
 
 
-def test_under_autocast() -> None:
-    """Grouped products are not among what is cast; one after the other they are not either."""
-    given = inputs([3, 3, 7, 12])
-    module = make_fx(gated, tracing_mode="fake")(*given)
+def test_autocast_does_not_change_the_dtype() -> None:
+    """Autocast does not cast grouped matmuls, so it must not cast the matmul of an expert."""
+    inputs = draw([3, 3, 7, 12])
+    module = trace(gated, inputs, tracing_mode="fake", pre_dispatch=False)
     assert run_experts_in_sequence(module) == 1
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        found = module(*given)
+        found = module(*inputs)
     assert found.dtype == torch.float32
-    torch.testing.assert_close(found, gated(*given))
+    torch.testing.assert_close(found, gated(*inputs))
