@@ -1,18 +1,18 @@
-"""`paraxis plan`: how a model would be split, from its configuration alone."""
+"""`paraxis plan`: the tensor-parallel plan of a model, from its configuration alone."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._errors import Debug, UsageError, check_output, told
-from ._fitting import USABLE, bytes_of, fewest, room_on
+from ._errors import Debug, UsageError, check_output, report_errors
+from ._gpu_memory import USABLE, gpu_bytes, smallest_fitting_plan, usable_bytes
 from ._launch import console
-from ._planning import (
-    MOST_RANKS,
+from ._options import (
+    MAX_RANKS,
     ConstraintOption,
     JsonOption,
     MachineOption,
@@ -24,40 +24,50 @@ from ._planning import (
     quiet,
 )
 
-CONTEXT = 2048
-"""Tokens that have to fit beside the weights, unless asked otherwise, for --tp auto."""
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from .. import Plan
+
+DEFAULT_CONTEXT = 2048
+"""Tokens per sequence that must fit with ``--tp auto``, unless ``--context`` says otherwise."""
 
 
 def command(
     model: Model,
-    tp: Annotated[str, typer.Option("--tp", help="Number of ranks, or 'auto' for the fewest that fit.")] = "2",
+    tp: Annotated[
+        str, typer.Option("--tp", help="Tensor-parallel size, or 'auto' for the smallest that fits on --gpu.")
+    ] = "2",
     gpu: Annotated[
-        str | None, typer.Option("--gpu", help="What a rank has to fit on, as in H100, A100-40GB or 24GB.")
+        str | None, typer.Option("--gpu", help="GPU that each rank must fit on, as in H100, A100-40GB or 24GB.")
     ] = None,
     machine: MachineOption = None,
     objective: ObjectiveOption = None,
     constraint: ConstraintOption = None,
     memory_limit: MemoryOption = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time, for cache and activations.")] = 1,
+    batch: Annotated[
+        int, typer.Option("--batch", min=1, help="Sequences in a batch, for KV cache and activations.")
+    ] = 1,
     context: Annotated[
         int | None,
-        typer.Option(min=1, help="Tokens of each, all in one prompt; without, cache and activations are not counted."),
+        typer.Option("--context", min=1, help="Tokens per sequence; adds KV cache and activations to the memory."),
     ] = None,
     train: Annotated[
         bool,
-        typer.Option(
-            "--train", help="Count gradients, AdamW and, with --context, activations as a step keeps them for backward."
-        ),
+        typer.Option("--train", help="Add gradients and AdamW state to the memory, and size activations for training."),
     ] = False,
-    save: Annotated[Path | None, typer.Option("--save", help="Write the plan to a file, for `diff`.")] = None,
-    html: Annotated[Path | None, typer.Option("--html", help="Write a page with pictures to a file.")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Write the plan as JSON, for `plan=` and `paraxis diff`.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with diagrams.")] = None,
+    timings: Annotated[bool, typer.Option("--timings", help="Print the seconds of every stage and pass.")] = False,
     as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
-    """Show how a model would be split and what memory it takes, without weights, ranks or a GPU.
+    """Show how a model would be sharded, its collectives, and its memory per rank.
 
-    Activations are counted by running the program of a rank on tensors without memory: a prompt with the logits of its
-    last position, or with --train a step forward and backward.
+    Needs no weights, no ranks and no GPU. Activations are those of a prefill of --context tokens that computes the last
+    logits, or with --train those of a forward and backward pass.
 
     Examples: paraxis plan org/model --tp 8 --machine h100
 
@@ -65,62 +75,86 @@ def command(
 
     paraxis plan org/model --tp 8 --html plan.html
     """
-    with told(debug):
-        count = ranks_of(tp, gpu)
+    with report_errors(debug):
+        ranks = ranks_of(tp, gpu)
         check_model(model)
         options = planning_options(machine, objective, constraint, memory_limit)
-        if count is None and context is None:
-            context = CONTEXT
+        if ranks is None and context is None:
+            context = DEFAULT_CONTEXT
         check_output("--html", html)
         check_output("--save", save)
-        from .. import Plan
-        from ..plan.make import plan_offline
         from ..plan.memory import Sizes
+        from ..plan.offline import plan_offline
 
         quiet()
 
-        def planned(ranks: int, page: Path | None = None) -> Plan:
-            with plan_offline(model, ranks, None, dict(options), Sizes(batch, context, train)) as found:
+        def plan_for(count: int, page: Path | None = None) -> Plan:
+            with plan_offline(model, count, None, dict(options), Sizes(batch, context, train)) as found:
                 if page is not None:
                     from ..report import report
 
                     page.write_text(report(found, model), encoding="utf-8")
                 return found.plan
 
-        plan = planned(count, html) if count is not None else fewest(str(gpu), planned)
-        if html is not None and count is None:
-            planned(plan.world_size, html)
+        plan = plan_for(ranks, html) if ranks is not None else smallest_fitting_plan(str(gpu), plan_for)
+        if html is not None and ranks is None:
+            plan_for(plan.world_size, html)
         if save is not None:
             plan.save(str(save))
-        assert plan.memory is not None
-        fits = None if gpu is None else plan.memory.total <= room_on(gpu)
-        if as_json:
-            more = {"seconds_to_plan": sum(plan.timings.values()), **({} if fits is None else {"fits": fits})}
-            typer.echo(json.dumps({**plan.to_json(), **more}, indent=1))
-            return
-        out = console()
-        out.print(plan.table())
-        out.print(f"Memory: {plan.memory}.")
-        if fits is not None:
-            out.print(f"That {'fits' if fits else 'does not fit'} on {gpu}, of which {USABLE:.0%} are counted on.")
-        share = plan.communication / plan.seconds if plan.seconds else 0.0
-        out.print(
-            f"Estimated {plan.seconds * 1e3:.3f} ms per pass, {share:.0%} of it collectives; "
-            f"{'the cheapest plan there is' if plan.optimal else 'not proven to be the cheapest plan'}. "
-            f"Planned in {sum(plan.timings.values()):.1f} s."
-        )
+        show(plan, gpu, as_json)
+        if timings and not as_json:
+            console().print(timings_table(plan))
+
+
+def show(plan: Plan, gpu: str | None, as_json: bool) -> None:
+    """Print the plan, its memory, and whether that fits on the GPU."""
+    assert plan.memory is not None
+    fits = None if gpu is None else plan.memory.total <= usable_bytes(gpu)
+    if as_json:
+        more = {
+            "seconds_to_plan": sum(plan.timings.values()),
+            "timings": dict(plan.timings),
+            "pass_timings": dict(plan.pass_timings),
+            **({} if fits is None else {"fits": fits}),
+        }
+        typer.echo(json.dumps({**plan.to_json(), **more}, indent=1))
+        return
+    out = console()
+    out.print(plan.table())
+    out.print(f"Memory: {plan.memory}.")
+    if fits is not None:
+        out.print(f"{'Fits' if fits else 'Does not fit'} on {gpu} (limit: {USABLE:.0%} of its memory).")
+    share = plan.communication / plan.seconds if plan.seconds else 0.0
+    out.print(
+        f"Estimated {plan.seconds * 1e3:.3f} ms per forward pass, {share:.0%} of it in collectives. "
+        f"{'This plan is optimal' if plan.optimal else 'This plan may not be optimal'} under the cost model. "
+        f"Planned in {sum(plan.timings.values()):.1f} s."
+    )
+
+
+def timings_table(plan: Plan) -> Table:
+    """The seconds of every stage of planning, and of every pass in it."""
+    from rich.table import Table
+
+    table = Table(title="Seconds", caption="A stage may contain passes: solve is decompose and search.")
+    table.add_column("stage or pass")
+    table.add_column("s", justify="right")
+    for name, seconds in plan.timings.items():
+        table.add_row(name, f"{seconds:.3f}")
+    table.add_section()
+    for name, seconds in plan.pass_timings.items():
+        table.add_row(f"pass {name}", f"{seconds:.3f}")
+    return table
 
 
 def ranks_of(text: str, gpu: str | None) -> int | None:
-    """The number of ranks that is asked for; None for as few as fit on the GPU."""
+    """The number of ranks of ``--tp``; None for ``auto``."""
     if gpu is not None:
-        bytes_of(gpu)
+        gpu_bytes(gpu)
     if text == "auto":
         if gpu is None:
-            raise UsageError("--tp auto needs --gpu: what a rank has to fit on, as in H100 or A100-40GB")
+            raise UsageError("--tp auto needs --gpu, the GPU that each rank must fit on, as in H100 or A100-40GB")
         return None
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
-        raise typer.BadParameter(
-            f"{text!r} is neither a number of ranks from 1 to {MOST_RANKS} nor 'auto'", param_hint="--tp"
-        )
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
+        raise typer.BadParameter(f"{text!r} is neither a number from 1 to {MAX_RANKS} nor 'auto'", param_hint="--tp")
     return int(text)

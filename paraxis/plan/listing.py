@@ -19,7 +19,7 @@ from ..graph.local_program import COLLECTIVE, FULL
 from ..graph.nodes import module_of
 from ..placement import Partial, Placement, Shard, local_shape
 from ..tensor.sharded_tensor import unwrap
-from .offline import Planned
+from .offline import LOCAL_PROGRAM, Planned
 
 COMMENT_COLUMN = 88
 """Where comments begin, unless the line is longer."""
@@ -27,7 +27,7 @@ RESULT_NAMES = {"all_reduce": "reduced", "all_gather": "gathered", "reduce_scatt
 """What the result of a collective is called in the listing."""
 
 
-def list_program(planned: Planned, after: str = "merge_all_reduces") -> str:
+def list_program(planned: Planned, after: str = LOCAL_PROGRAM) -> str:
     """The program of the simulated rank after a pass of the pipeline. It parses as Python but cannot be executed."""
     return _Listing(planned, planned.program(after)).text()
 
@@ -138,7 +138,7 @@ class _Listing:
 
     def _fresh(self, name: str) -> str:
         name = re.sub(r"\W", "_", name) or "x"
-        name = f"{name}_" if keyword.iskeyword(name) or name[0].isdigit() else name
+        name = f"{name}_" if keyword.iskeyword(name) else f"arg{name}" if name[0].isdigit() else name
         self.used[name] += 1
         return name if self.used[name] == 1 else f"{name}_{self.used[name]}"
 

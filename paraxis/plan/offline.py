@@ -31,6 +31,9 @@ from .make import NotOneGraph, Searched, search_plan
 from .memory import CacheTensors, Sizes, measure_cache, memory_of, operator_ratio, resize_inputs
 from .plan import Plan
 
+LOCAL_PROGRAM = "merge_all_reduces"
+"""The pass after which a program is the one that the plan describes, before optimizations for a device."""
+
 MAX_OPERATOR_RATIO = 8
 """How many times as long as the planned program the one may be whose memory is counted: models that process a prompt
 token by token have programs that nobody wants to wait for."""
@@ -80,7 +83,7 @@ class Planned:
         """The blocks that were left out of the graph because they repeat others."""
         return self.searched.repeated
 
-    def program(self, after: str = "merge_all_reduces") -> GraphModule:
+    def program(self, after: str = LOCAL_PROGRAM) -> GraphModule:
         """The program of the simulated rank after a pass: the local program, unless asked otherwise.
 
         Raises:
@@ -101,7 +104,7 @@ class Planned:
                 build_program(self.searched.captured, self.searched.inputs, self.ctx, config, observe)
         except _Reached:
             return found[0]
-        if after == "merge_all_reduces":  # a single rank has none
+        if after == LOCAL_PROGRAM:  # a single rank has none
             assert self.ctx.last_optimized_graph_module is not None
             return self.ctx.last_optimized_graph_module
         raise ValueError(f"the pass {after!r} does not apply to this program")
