@@ -1,8 +1,8 @@
-"""Functions with a backward of their own.
+"""``torch.autograd.Function`` inside a model.
 
-A ``torch.autograd.Function`` in a model is captured as an operator with two subgraphs, forward and backward. Its
-backward is the author's and need not be the derivative of its forward, so the two are kept together: the ATen graph has
-one node for it. On shards it may run only if everything inside is elementwise; otherwise its inputs are made whole.
+It is captured as an operator with two subgraphs, forward and backward. Its backward is the author's and need not be the
+derivative of its forward, so the two stay together: the ATen graph has one node for it. It runs on shards only if
+everything inside is elementwise; otherwise its inputs are replicated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CustomFunction:
 
 
 def trace_custom_function(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the function while tracing, leaving one node in the graph instead of its inside."""
+    """Run the function while tracing, and leave one node for it in the graph."""
     forward, backward, *rest = args
     function = CustomFunction(target, forward, backward, kwargs)
     mode: Any = get_proxy_mode()
@@ -48,7 +48,7 @@ def trace_custom_function(target: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _is_pointwise(body: GraphModule) -> bool:
-    """Whether a subgraph is made of elementwise operators on tensors of one shape."""
+    """Whether a subgraph consists of elementwise operators on tensors of one shape."""
     values = [n.meta.get("example_value") for n in body.graph.nodes if n.op == "placeholder"]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
     if not tensors or len(tensors) < len(values) or any(t.shape != tensors[0].shape for t in tensors):

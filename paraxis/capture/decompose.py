@@ -1,9 +1,9 @@
 """From a captured graph to ATen operators, with provenance.
 
-The graph that Dynamo captures calls anything Python may call on a tensor; a rule per such call would never end. Run
-through the tracer it becomes a graph of ATen operators. It is traced *before* autograd, and operators that are better
-whole (linear, attention, normalization, the loss) are left whole: the same graph is analysed and, rewritten, executed
-and differentiated.
+The graph that Dynamo captures calls anything that Python may call on a tensor: too many functions to have a rule each.
+Traced again, it becomes a graph of ATen operators. It is traced *before* autograd, and composite operators with good
+kernels (linear, attention, normalization, the loss) are not decomposed: the same graph is analysed, then rewritten,
+executed and differentiated.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ KEEP = {
     "softmax",
     "log_softmax",
 }
-"""Operators that stay whole: one rule each, and torch's own fast kernels and derivatives."""
+"""Operators that are not decomposed: one rule each, and torch's own fast kernels and derivatives."""
 
 
-APART = (
+DECOMPOSE = (
     ("einsum", "bilinear", "tensordot", "view_as", "reshape_as", "expand_as", "broadcast_to", "ravel", "narrow")
     + ("adjoint", "mH", "matrix_H", "moveaxis", "atleast_1d", "atleast_2d", "atleast_3d", "hsplit", "vsplit", "dsplit")
     + ("linalg_diagonal", "resolve_conj", "resolve_neg")
 )
-"""Composite operators that torch keeps whole before autograd; taken apart, they are products and views with rules."""
+"""Composite operators that torch does not decompose before autograd: matmuls and views, which have rules."""
 
 
 @lru_cache(maxsize=1)
@@ -59,15 +59,15 @@ def _table() -> dict[Any, Callable[..., Any]]:
         for op, function in dict(core_aten_decompositions()).items()
         if op._schema.name.removeprefix("aten::").removesuffix("_") not in KEEP
     }
-    packets = [getattr(torch.ops.aten, name) for name in APART]
-    apart = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    return {**table, **{op: op.decompose for op in apart if not op._schema.is_mutable}}
+    packets = [getattr(torch.ops.aten, name) for name in DECOMPOSE]
+    composite = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+    return {**table, **{op: op.decompose for op in composite if not op._schema.is_mutable}}
 
 
 class _Recorder(Interpreter):
-    """Interprets the captured graph, with the metadata of each node at hand while its operators are traced.
+    """Interprets the captured graph, with the metadata of each node set while its operators are traced.
 
-    A graph inside it (``inner``) is traced as part of the node that has it, whose metadata are at hand already.
+    A graph inside it (``inner``) is traced as part of the node that contains it, whose metadata are set already.
     """
 
     def __init__(self, graph_module: GraphModule, inner: bool = False) -> None:
@@ -87,14 +87,14 @@ class _Recorder(Interpreter):
             return self._results.get(node)
 
     def _set_current_node(self, node: Node) -> Any:
-        """What the interpreter notes by itself for every node: not for those of an inner graph."""
+        """The interpreter records the current node; not for nodes of an inner graph."""
         return nullcontext() if self._inner else super()._set_current_node(node)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if getattr(target, "_name", "") == "autograd_function_apply":
             return trace_custom_function(target, args, kwargs)
         if getattr(target, "_name", "") == "tag_activation_checkpoint":
-            body, *rest = args  # part of this graph; passes.recompute makes a program of its own of it again
+            body, *rest = args  # inlined here; optimize.activation_checkpointing makes a region of it again
             return _Recorder(body, inner=True).run(*rest)
         return super().call_function(target, args, kwargs)
 
@@ -128,18 +128,18 @@ def to_aten(graph_module: GraphModule, fake_inputs: list[Any] | None = None) -> 
 
 
 def _check_constants(traced: GraphModule) -> None:
-    """A fake tensor among the constants is a value whose computation was not recorded: running it would be wrong."""
+    """A fake tensor among the constants is a value whose computation was not traced: running it would be wrong."""
     for node in traced.graph.nodes:
         value = getattr(traced, str(node.target), None) if node.op == "get_attr" else None
         if isinstance(value, FakeTensor):
             raise CaptureError(
-                f"the computation of a tensor {tuple(value.shape)} could not be recorded; it is used by "
+                f"the computation of a tensor {tuple(value.shape)} could not be traced; it is used by "
                 f"{', '.join(str(user.target) for user in node.users)}. {node.meta.get('stack_trace', '')}"
             )
 
 
 def _match_attributes(captured: GraphModule, traced: GraphModule) -> None:
-    """A captured graph may hold its parameters as attributes; tracing renames them, but they are the same objects."""
+    """A captured graph may have parameters as attributes; tracing renames them, but they are the same objects."""
 
     def attribute(root: Any, node: Node) -> Any:
         for part in str(node.target).split("."):
@@ -167,8 +167,8 @@ def _inner(value: Any) -> Any:
 def _plain(value: Any, mode: FakeTensorMode) -> Any:
     """Analysis sees global shapes only: a sharded tensor becomes a plain fake one.
 
-    None of them requires gradients: the operators are the same, and some transforms (``vmap``) lose track of tensors
-    that do. The graph is differentiated when it runs.
+    None of them requires gradients: the operators are the same, and some transforms (``vmap``) lose tensors that do.
+    The graph is differentiated when it runs.
     """
     if isinstance(value, ShardedTensor):
         with mode:

@@ -1,4 +1,4 @@
-"""Example inputs to plan a model with."""
+"""Example inputs to plan a model with: the caller's, or dummy inputs for a model that takes token ids."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch import nn
 SIZES: dict[str | None, tuple[int, int]] = {
     None: (2, 8),
     "prefill": (1, 2048),
-    "decode": (1, 2),  # one is a number of its own to a compiler; what a call of so few costs is the same
+    "decode": (1, 2),  # not 1, which a compiler specializes on; the cost of a call is the same
     "training": (1, 2048),
 }
-"""Batch and length of made-up inputs, by what the plan is for."""
+"""Batch size and sequence length of dummy inputs, by the objective of the plan."""
 
 
 def example_call(
     model: nn.Module, examples: Any, device: torch.device, objective: str | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) to call the model with: those given, or made up for a model that takes token ids."""
+    """(args, kwargs) to call the model with: the caller's examples, or dummy inputs where there are none."""
     if examples is None:
         return (), _dummy(model, device, objective)
     if isinstance(examples, dict):
@@ -39,7 +39,7 @@ def _dummy(model: nn.Module, device: torch.device, objective: str | None) -> dic
     if getattr(model, "main_input_name", "input_ids") == "input_ids":
         batch, length = SIZES[objective]
         rows = batch * (getattr(config, "num_codebooks", None) or 1)  # audio models take a row per codebook
-        longest = getattr(config, "max_position_embeddings", None) or 0  # negative where there is no limit
+        longest = getattr(config, "max_position_embeddings", None) or 0  # negative: no limit
         ids = torch.ones(rows, min(length, longest) if longest > 0 else length, dtype=torch.int64, device=device)
         inputs = {"input_ids": ids}
         if getattr(config, "is_encoder_decoder", False):
@@ -48,8 +48,8 @@ def _dummy(model: nn.Module, device: torch.device, objective: str | None) -> dic
     return _to(dict(model.dummy_inputs), device)  # type: ignore[arg-type,no-any-return]
 
 
-def gives_loss_of_tokens(model: nn.Module) -> bool:
-    """Whether labels are tokens, one for each of the input."""
+def takes_token_labels(model: nn.Module) -> bool:
+    """Whether the labels of a model are tokens, one for each token of the input."""
     from transformers.models.auto import modeling_auto as auto
 
     causal = {

@@ -1,7 +1,7 @@
-"""Telling the compiler what will grow: the cache of a decoding model, and all that is as long as it.
+"""Marking dimensions as dynamic for the compiler: the length of a growing KV cache, and sizes that follow from it.
 
-Left to itself it compiles the first decoding step for the length that the cache has then, finds the next step
-different, and compiles a second time for all lengths.
+Otherwise Dynamo specializes the first decode step on the current length of the cache, recompiles at the second step,
+and only then makes the dimension dynamic.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 
 def mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Mark the length of the caches among the arguments, and sizes that go with it, as one that may change.
+    """Mark the length of the KV caches among the arguments, and sizes that follow from it, as dynamic.
 
-    They are hints: where the model computes with the number itself, the compiler still takes it as it is.
+    These are hints: where the model computes with the number, the compiler still specializes on it.
     """
     lengths: set[int] = set()
     for states in _growing_states((*args, *kwargs.values())):
@@ -28,17 +28,17 @@ def mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     steps = {x.shape[1] for x in tensors if x.dim() >= 2}
-    longer = lengths | {length + step for length in lengths for step in steps}
+    lengths |= {length + step for length in lengths for step in steps}
     for tensor in tensors:
         for dim in range(1, tensor.dim()):
-            if tensor.shape[dim] in longer:
+            if tensor.shape[dim] in lengths:
                 dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def mark_static(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Keep the sizes of the arguments as they are, a graph for each: a length that may be any cannot be split.
+    """Specialize on the sizes of the arguments, one graph for each: a dynamic length cannot be sharded.
 
-    Not beside a cache that grows: single tokens are not split anyhow.
+    Not beside a growing KV cache: the single token of a decode step is not sharded anyway.
     """
     if next(_growing_states((*args, *kwargs.values())), None) is None:
         for tensor in pytree.tree_leaves((args, kwargs)):
@@ -47,7 +47,7 @@ def mark_static(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _growing_states(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """Keys and values in transformers' caches, of layers whose cache has no fixed size."""
+    """Keys and values in transformers' KV caches, of layers whose cache is not preallocated."""
     for value in values:
         if hasattr(value, "self_attention_cache"):
             value = value.self_attention_cache

@@ -1,10 +1,10 @@
-"""Making the ATen graph pure where that is simple, and marking what stays impure.
+"""Functionalizing the ATen graph where that is simple, and marking what stays impure.
 
-A placement belongs to a value, so an operator that overwrites its input is turned into one that returns a new value,
-and later uses follow it, when nothing else looks at the same memory. Where views are involved, the whole family of
-aliases is marked (``meta["impure"]``) and the solver keeps it replicated: correct, and said in the plan. A write into
-an input, such as a cache of a fixed size, stands in the graph as the operator that returns the new value; which one
-writes is kept with it (``meta["in_place"]``), and the local program writes into each rank's shard.
+A placement belongs to a value, so an operator that mutates its input is replaced by one that returns a new value, which
+later nodes use, when nothing else reads the same memory. Where views are involved, all aliases are marked
+(``meta["impure"]``) and the solver leaves them replicated: correct, and reported in the plan. A write to an input, such
+as a preallocated KV cache, is in the graph as the operator that returns the new value; the mutating operator is
+recorded with it (``meta["in_place"]``), and the local program writes to each rank's shard.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ def _functional(target: Any) -> Any:
 
 
 def simplify(graph_module: GraphModule) -> GraphModule:
-    """Normalize in place: drop dead nodes, make simple mutations pure, turn constant indices into slices."""
+    """Normalize in place: functionalize simple mutations, replace constant indices by slices, drop dead nodes."""
     graph: Graph = graph_module.graph
     _purify(graph)
     _slice_constant_indices(graph_module)
     _drop_idle_dropout(graph)
     _drop_idle_casts(graph)
-    graph.eliminate_dead_code(is_impure_node=_keeps)
+    graph.eliminate_dead_code(is_impure_node=_must_stay)
     graph_module.recompile()
     return graph_module
 
 
-def _keeps(node: Node) -> bool:
+def _must_stay(node: Node) -> bool:
+    """Whether a node stays although nobody uses its result."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op != "call_function":
@@ -61,9 +62,9 @@ def _purify(graph: Graph) -> None:
             continue
         family = _aliases(target)
         functional = _functional(node.target)
-        others = _aliases(target, without=node)  # what aliases the new value only is no concern
+        others = _aliases(target, without=node)  # aliases of the new value only do not matter
         alone = all(n is target or not _used_after(n, node, order) for n in others)
-        if functional is not None and alone and written_input(target) is not None:  # the caller's memory, a cache
+        if functional is not None and alone and written_input(target) is not None:  # memory of the caller: a KV cache
             node.meta[IN_PLACE] = node.target
             node.target = functional
             target.replace_all_uses_with(node, delete_user_cb=_after(node, order))
@@ -71,7 +72,7 @@ def _purify(graph: Graph) -> None:
             if node.target is aten.copy_.default:
                 with graph.inserting_before(node):
                     value = _written(graph, node, target, order)
-                    if value is node.args[1]:  # memory of its own, as the target had
+                    if value is node.args[1]:  # its own memory, as the target had
                         value = _like(graph.call_function(aten.clone.default, (value,)), target, node, order)
                 node.replace_all_uses_with(value)
                 target.replace_all_uses_with(value, delete_user_cb=_after(node, order))
@@ -79,15 +80,15 @@ def _purify(graph: Graph) -> None:
                 continue
             node.target = functional
             target.replace_all_uses_with(node, delete_user_cb=_after(node, order))
-        elif not _write_into_part(graph, node, target, order):
+        elif not _functionalize_slice_write(graph, node, target, order):
             for member in family | {node}:
                 member.meta["impure"] = True
                 if IN_PLACE in member.meta:
                     member.target = member.meta.pop(IN_PLACE)
 
 
-def _write_into_part(graph: Graph, node: Node, part: Node, order: dict[Node, int]) -> bool:
-    """``x[..., :n].copy_(y)`` as a new value of ``x``; whether that was possible."""
+def _functionalize_slice_write(graph: Graph, node: Node, part: Node, order: dict[Node, int]) -> bool:
+    """Replace ``x[..., :n].copy_(y)`` by a new value of ``x``; whether that was possible."""
     if node.target is not aten.copy_.default:
         return False
     chain, base = [], part
@@ -98,7 +99,7 @@ def _write_into_part(graph: Graph, node: Node, part: Node, order: dict[Node, int
         return False
     others = [n for n in _aliases(part, without=node) if n is not base and order[n] < order[node]]
     if any(_used_after(n, node, order) for n in others):
-        return False  # somebody who looked at the same memory before does so later
+        return False  # an earlier alias of the same memory is read later
     with graph.inserting_before(node):
         value = _written(graph, node, part, order)
         written = value
@@ -113,16 +114,16 @@ def _write_into_part(graph: Graph, node: Node, part: Node, order: dict[Node, int
 
 
 def _written(graph: Graph, node: Node, part: Node, order: dict[Node, int]) -> Node:
-    """What a copy leaves in ``part``: the source in its shape and dtype, by operators that have derivatives."""
+    """The value of ``part`` after a copy: the source in its shape and dtype, by differentiable operators."""
     source: Any = node.args[1]
-    wanted, given = part.meta["val"], source.meta["val"]
-    alike = list(map(str, given.shape)) == list(map(str, wanted.shape))  # symbols must not be asked for their numbers
-    if alike and given.dtype == wanted.dtype:
+    target, value = part.meta["val"], source.meta["val"]
+    same_shape = list(map(str, value.shape)) == list(map(str, target.shape))  # by text: no guards on symbols
+    if same_shape and value.dtype == target.dtype:
         return source  # type: ignore[no-any-return]
     zeros = _like(graph.call_function(aten.zeros_like.default, (part,)), part, node, order)
-    if given.dtype != wanted.dtype:
-        source = _like(graph.call_function(aten.to.dtype, (source, wanted.dtype)), source, node, order)
-        source.meta["val"] = torch.empty_like(given, dtype=wanted.dtype)
+    if value.dtype != target.dtype:
+        source = _like(graph.call_function(aten.to.dtype, (source, target.dtype)), source, node, order)
+        source.meta["val"] = torch.empty_like(value, dtype=target.dtype)
     return _like(graph.call_function(aten.add.Tensor, (zeros, source)), part, node, order)
 
 
@@ -134,7 +135,7 @@ def _like(new: Node, shape_of: Any, written: Node, order: dict[Node, int]) -> No
 
 
 def _drop_idle_casts(graph: Graph) -> None:
-    """A cast to the dtype that a tensor has returns the tensor itself: norms are full of them."""
+    """Drop casts to the dtype that a tensor already has: norms are full of them."""
     for node in list(graph.nodes):
         if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
             source = node.args[0]
@@ -145,7 +146,7 @@ def _drop_idle_casts(graph: Graph) -> None:
 
 
 def _drop_idle_dropout(graph: Graph) -> None:
-    """Dropout that drops nothing is no operator: sums may pass where it stood."""
+    """Drop dropout that is inactive: partial sums may then pass, without an all-reduce."""
     for node in list(graph.nodes):
         if node.target is aten.dropout.default and (not node.args[2] or node.args[1] == 0):
             node.replace_all_uses_with(node.args[0])
@@ -161,7 +162,7 @@ def _used_after(node: Node, point: Node, order: dict[Node, int]) -> bool:
 
 
 def _aliases(node: Node, without: Node | None = None) -> set[Node]:
-    """Every node that may share memory with this one, other than by way of ``without``."""
+    """Every node that may share memory with this one, not counting aliases through ``without``."""
     family, stack = set(), [node]
     while stack:
         current = stack.pop()
@@ -184,16 +185,16 @@ def _constant(node: Any, root: GraphModule) -> torch.Tensor | None:
 
 
 def _slice_constant_indices(root: GraphModule) -> None:
-    """``x[..., [-2], :]`` picks consecutive indices known now: as a slice, a packed dimension can follow it."""
+    """``x[..., [-2], :]`` with consecutive constant indices becomes a slice, which has rules for packed dimensions."""
     for node in list(root.graph.nodes):
         if node.target is not aten.index.Tensor:
             continue
         indices = node.args[1]
-        given = [(d, i) for d, i in enumerate(indices) if i is not None]
-        value = _constant(given[0][1], root) if len(given) == 1 else None
+        indexed = [(d, i) for d, i in enumerate(indices) if i is not None]
+        value = _constant(indexed[0][1], root) if len(indexed) == 1 else None
         if value is None or value.ndim != 1 or value.dtype == torch.bool or value.numel() == 0:
             continue
-        dim, size = given[0][0], node.args[0].meta["val"].shape[given[0][0]]
+        dim, size = indexed[0][0], node.args[0].meta["val"].shape[indexed[0][0]]
         if not isinstance(size, int):
             continue
         picks = [i % size for i in value.tolist()]

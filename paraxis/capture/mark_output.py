@@ -1,12 +1,12 @@
 """Marking which results go to the user.
 
 A captured graph returns everything the program still needs, in one flat list: the logits that the caller reads and the
-cache tensors that only the next call reads. The first must be whole, the second should stay sharded. So the entry
-point marks the tensors of the *returned structure* with an operator that stands for "the caller reads this", and the
-passes turn it into a gather. Objects that are not plain containers (a cache) are not entered.
+KV cache that only the next call reads. The first must be a full tensor, the second should stay sharded. So the entry
+point marks the tensors of the *returned structure* with the operator ``paraxis::mark_output`` ("the caller reads
+this"), and the passes replace it by an all-gather. Objects that are not plain containers (a cache) are not marked.
 
-A model that trains returns its logits beside the loss, and nobody reads them: they stay as they are, to be gathered
-when somebody does (see :mod:`paraxis.runtime.gather_on_access`).
+In training a model returns its logits beside the loss, and usually nobody reads them: they are not marked, and gathered
+only on access (see :mod:`paraxis.runtime.gather_on_access`).
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import torch
 from ..rules import register_replicated
 
 _library = torch.library.Library("paraxis", "DEF")
-_library.define("whole(Tensor x) -> Tensor")
-_library.impl("whole", lambda x: x.clone(), "CompositeExplicitAutograd")
+_library.define("mark_output(Tensor x) -> Tensor")
+_library.impl("mark_output", lambda x: x.clone(), "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("paraxis::whole")
-def _whole_fake(x: torch.Tensor) -> torch.Tensor:
+@torch.library.register_fake("paraxis::mark_output")
+def _mark_output_fake(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
-mark_output_op = torch.ops.paraxis.whole.default
+mark_output_op = torch.ops.paraxis.mark_output.default
 register_replicated(mark_output_op)  # what the caller reads is a full tensor
 
 
 def mark_output(result: Any) -> Any:
     """Mark every tensor in the returned containers; traced by Dynamo as part of the model."""
     if isinstance(result, torch.Tensor):
-        return torch.ops.paraxis.whole(result)
+        return torch.ops.paraxis.mark_output(result)
     if isinstance(result, dict):
         for key in list(result.keys()):
             result[key] = mark_output(result[key])
@@ -45,7 +45,7 @@ def mark_output(result: Any) -> Any:
 
 
 def mark_results(result: Any) -> Any:
-    """Mark what the caller will read: of an output with a loss to differentiate, all but tensors beside the loss."""
+    """Mark what the caller will read: all results, but of an output with a loss to differentiate no other tensor."""
     if not torch.is_grad_enabled() or not has_loss(result):
         return mark_output(result)
     for key in list(result.keys()):
@@ -55,7 +55,7 @@ def mark_results(result: Any) -> Any:
 
 
 def has_loss(result: Any) -> bool:
-    """Whether this is an output whose fields are attributes too, one of them a loss."""
+    """Whether this is a transformers output with a scalar loss."""
     if not isinstance(result, dict) or not hasattr(result, "to_tuple") or "loss" not in result:
         return False
     loss = result["loss"]

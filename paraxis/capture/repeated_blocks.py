@@ -1,9 +1,9 @@
-"""Planning a deep model by its first blocks, where the others are like them.
+"""Repeated blocks: a deep model is planned by the first blocks of each kind.
 
-Blocks are alike if nothing that their forward can see tells them apart: classes, parameters' shapes, attributes,
-children, and the entries of the configuration that are theirs. The plan of a block then holds for all that are like
-it, and the time to plan does not grow with the depth. Should it be wrong about that, the model is still right: all
-placements are, and the rest is decided again when the whole model is captured to be run.
+Two blocks are of one kind if everything that their forward can see is equal: classes, parameter shapes, attributes,
+children, and their entries in the configuration. The plan of a block then holds for all blocks of its kind, and
+planning time does not grow with depth. If two blocks differ nevertheless, the model is still correct: any placement of
+parameters is valid, and everything else is solved again when the full model is captured to run.
 """
 
 from __future__ import annotations
@@ -18,27 +18,34 @@ from typing import Any
 import torch
 from torch import nn
 
-FEWEST = 4
-"""Shorter lists are planned whole."""
+MIN_BLOCKS = 4
+"""Of shorter lists every block is planned."""
 
 
 @dataclass
 class Repeated:
-    """A list of modules of which the first ``kept`` are planned; the others, by index, are like one of these."""
+    """A list of modules of which only the first ones are planned.
+
+    Attributes:
+        path: The name of the list in the model.
+        container: The list.
+        planned: How many of its first blocks are planned.
+        like: For every other block, by index, the planned block of the same kind.
+    """
 
     path: str
     container: nn.ModuleList
-    kept: int
+    planned: int
     like: dict[int, int]
 
     def renamed(self, name: str, index: int) -> str:
-        """The name in block ``index`` of what has this name in the block that it is like."""
+        """A name in the planned block of the same kind, translated to block ``index``; empty if it is not in there."""
         prefix = f"{self.path}.{self.like[index]}."
         return f"{self.path}.{index}.{name.removeprefix(prefix)}" if name.startswith(prefix) else ""
 
 
 def find_repeated(model: nn.Module) -> list[Repeated]:
-    """The outermost lists of modules in which later ones are like earlier ones."""
+    """The outermost lists of modules with repeated blocks."""
     found: list[Repeated] = []
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or any(path.startswith(f"{r.path}.") for r in found):
@@ -50,34 +57,33 @@ def find_repeated(model: nn.Module) -> list[Repeated]:
 
 
 @contextmanager
-def only_first(model: nn.Module, repeated: list[Repeated]) -> Iterator[None]:
-    """The model without the blocks that are like others, and its configuration (which caches are made by) without
-    their entries."""
-    whole = [r.container._modules for r in repeated]
+def without_repeats(model: nn.Module, repeated: list[Repeated]) -> Iterator[None]:
+    """Inside, the model has the planned blocks only, and its configuration, which KV caches are made from, too."""
+    all_modules = [r.container._modules for r in repeated]
     changed: list[tuple[Any, str, Any]] = []
-    kept = {len(r.container): r.kept for r in repeated}
+    planned = {len(r.container): r.planned for r in repeated}
     for config in _configs(model):
         count = getattr(config, "num_hidden_layers", None)
-        if isinstance(count, int) and count in kept:
+        if isinstance(count, int) and count in planned:
             changed.append((config, "num_hidden_layers", count))
-        # Not by getattr: a configuration may refuse to tell what differs from layer to layer.
+        # Not by getattr: a configuration may raise for attributes that differ from layer to layer.
         lists = [(name, value) for name, value in vars(config).items() if isinstance(value, list)]
-        changed += [(config, name, value) for name, value in lists if len(value) in kept]
+        changed += [(config, name, value) for name, value in lists if len(value) in planned]
     try:
         for r in repeated:
-            r.container._modules = dict(list(r.container._modules.items())[: r.kept])
+            r.container._modules = dict(list(r.container._modules.items())[: r.planned])
         for config, name, value in changed:
-            setattr(config, name, value[: kept[len(value)]] if isinstance(value, list) else kept[value])
+            setattr(config, name, value[: planned[len(value)]] if isinstance(value, list) else planned[value])
         yield
     finally:
-        for r, modules in zip(repeated, whole, strict=True):
+        for r, modules in zip(repeated, all_modules, strict=True):
             r.container._modules = modules
         for config, name, value in changed:
             setattr(config, name, value)
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """The model's configuration and those inside it."""
+    """The model's configuration and its nested configurations."""
     config = getattr(model, "config", None)
     if config is None:
         return []
@@ -85,7 +91,7 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _repeated(path: str, blocks: nn.ModuleList, model: nn.Module) -> Repeated | None:
-    if len(blocks) < FEWEST:
+    if len(blocks) < MIN_BLOCKS:
         return None
     views = [dict(_view(block)) for block in blocks]
     keys = set(views[0])
@@ -97,15 +103,15 @@ def _repeated(path: str, blocks: nn.ModuleList, model: nn.Module) -> Repeated | 
         (entry, frozenset((k, v) for k, v in view.items() if k not in numbers))
         for view, entry in zip(views, entries, strict=True)
     ]
-    kept = _prefix(kinds)
-    if kept >= len(blocks):
+    planned = _prefix(kinds)
+    if planned >= len(blocks):
         return None
-    last = {kind: i for i, kind in enumerate(kinds[:kept])}
-    return Repeated(path, blocks, kept, {i: last[kinds[i]] for i in range(kept, len(kinds))})
+    last = {kind: i for i, kind in enumerate(kinds[:planned])}
+    return Repeated(path, blocks, planned, {i: last[kinds[i]] for i in range(planned, len(kinds))})
 
 
 def _prefix(kinds: list[Any]) -> int:
-    """How many of the first blocks have two of every kind, or the only one."""
+    """The smallest number of first blocks that include two of every kind, or its only one."""
     missing = {kind: min(count, 2) for kind, count in Counter(kinds).items()}
     for i, kind in enumerate(kinds):
         if missing.get(kind):
@@ -138,7 +144,7 @@ def _view(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Something hashable that is equal for values that are alike."""
+    """A hashable value, equal for attributes that a forward cannot distinguish."""
     if isinstance(value, torch.Tensor):
         return ("tensor", tuple(value.shape), value.dtype, value.requires_grad)
     if isinstance(value, (int, float, str, bytes, bool, type(None), torch.dtype, torch.device)):
@@ -157,5 +163,5 @@ def _plain(value: Any) -> Any:
 
 
 def _named(value: dict[Any, Any]) -> bool:
-    """Whether the keys mean something: those of hooks are running numbers."""
+    """Whether the keys are names: those of hooks are running numbers."""
     return all(isinstance(key, str) for key in value)

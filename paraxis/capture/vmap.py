@@ -1,8 +1,8 @@
 """``vmap`` inside a model.
 
-Dynamo captures it as it runs: markers where a level begins and ends, and between them operators on tensors that lack
-the mapped dimension. Traced before autograd, what happens between the markers would be lost; so each such section is
-traced by itself, below ``vmap``, into operators on whole tensors, which then take its place.
+Dynamo captures markers where a level begins and ends, and between them operators on tensors without the mapped
+dimension. A trace before autograd would lose these operators; so each such section is traced separately, below
+``vmap``, into operators on batched tensors, which then replace it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Section:
     nodes: list[Node] = field(default_factory=list)
 
     def inputs(self) -> list[Node]:
-        """What it takes from outside."""
+        """Nodes outside that the section uses."""
         inside = set(self.nodes)
         return list(dict.fromkeys(i for n in self.nodes for i in n.all_input_nodes if i not in inside))
 
     def outputs(self) -> list[Node]:
-        """What is used of it outside."""
+        """Nodes of the section that are used outside."""
         inside = set(self.nodes)
         return [n for n in self.nodes if any(user not in inside for user in n.users)]
 
     def run(self, root: GraphModule, values: dict[Node, Any]) -> dict[Node, Any]:
-        """Its outputs, computed from the values of its inputs by operators that know nothing of ``vmap``."""
+        """Its outputs, computed from the values of its inputs by plain operators, without ``vmap``."""
         inputs, outputs = self.inputs(), self.outputs()
         graph, copies = Graph(), {}
         for node in inputs:
@@ -42,10 +42,10 @@ class Section:
         for node in self.nodes:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         graph.output(tuple(copies[node] for node in outputs))
-        body, given = GraphModule(root, graph), [values[node] for node in inputs]
+        body, arguments = GraphModule(root, graph), [values[node] for node in inputs]
         with disable_proxy_modes_tracing(), torch.no_grad():
-            plain = make_fx(Interpreter(body).run, _allow_non_fake_inputs=True)(*given)
-        return dict(zip(outputs, Interpreter(plain).run(*given), strict=True))
+            plain = make_fx(Interpreter(body).run, _allow_non_fake_inputs=True)(*arguments)
+        return dict(zip(outputs, Interpreter(plain).run(*arguments), strict=True))
 
 
 def find_sections(graph: Graph) -> dict[Node, Section]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.repeated_blocks import Repeated, find_repeated, only_first
+from ..capture.repeated_blocks import Repeated, find_repeated, without_repeats
 from ..weights.meta_init import MetaAwareMethodsPatcher
 
 LARGEST = 40_000_000
@@ -92,7 +92,7 @@ def small_like(config: Any, cls: type, world: int, obstacle: Callable[[nn.Module
             found = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         for blocks in (repeated, []) if repeated else ([],):
-            with only_first(model, blocks):
+            with without_repeats(model, blocks):
                 if sum(p.numel() for p in model.parameters()) > LARGEST:
                     continue
                 _fill(model)

@@ -10,7 +10,7 @@ from marks import long
 from torch import nn
 
 from paraxis import plan_model
-from paraxis.capture.repeated_blocks import find_repeated, only_first
+from paraxis.capture.repeated_blocks import find_repeated, without_repeats
 
 
 class Block(nn.Module):
@@ -36,7 +36,7 @@ class Stack(nn.Module):
 
 def kept(blocks: list[nn.Module]) -> tuple[int, dict[int, int]] | None:
     found = find_repeated(Stack(blocks))
-    return (found[0].kept, found[0].like) if found else None
+    return (found[0].planned, found[0].like) if found else None
 
 
 def test_blocks_that_differ_in_their_number_only_are_alike() -> None:
@@ -64,7 +64,7 @@ def test_others_are_planned_whole(blocks: list[nn.Module]) -> None:
 
 def test_the_model_is_whole_again_afterwards() -> None:
     model = Stack([Block(i) for i in range(6)])
-    with only_first(model, find_repeated(model)):
+    with without_repeats(model, find_repeated(model)):
         assert len(model.blocks) == 2
     assert len(model.blocks) == 6
 
