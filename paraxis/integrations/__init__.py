@@ -1,1 +1,1 @@
-"""Parallel models in the libraries that people train with. Each module needs its library, and none is imported here."""
+"""Parallel models in training libraries. Each module needs its library, so none is imported here."""

@@ -1,7 +1,7 @@
-"""Saving the adapters of a parallel model as PEFT saves them.
+"""Saving the adapters of a parallel model with PEFT.
 
-PEFT writes what it finds in a state dict. Here it is asked first, with tensors that have no memory, what it would
-write; just that is gathered, and the first rank lets PEFT write it.
+PEFT selects what it saves from a state dict. It first gets one of meta tensors, which shows what it would save; only
+that is gathered, and rank 0 lets PEFT write it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..weights.save import gather, persistent_buffers
 
 
 def has_adapters(model: Any) -> bool:
-    """Whether this model saves adapters alone: one that PEFT made, or one of transformers with adapters added to it."""
+    """Whether this model saves adapters only: a PEFT model, or a transformers model with adapters."""
     return hasattr(model, "peft_config") and (
         hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
     )
@@ -27,23 +27,23 @@ def save_adapters(model: Any, ctx: ParallelExecutionCtx, directory: str | os.Pat
     """``save_pretrained`` of a model with adapters, from all ranks. A collective; if it fails, it fails on all."""
     what = f"saving adapters to {os.fspath(directory)!r}"
     with on_all_ranks(ctx.world_group, what):
-        held: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
-        held |= dict(persistent_buffers(model))
-        wanted = _wanted(model, held, kwargs)
-    whole = {name: gather(held[name], ctx) for name in wanted}
+        tensors: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= dict(persistent_buffers(model))
+        selected = _selected(model, tensors, kwargs)
+    state_dict = {name: gather(tensors[name], ctx) for name in selected}
     with on_all_ranks(ctx.world_group, what):
         if ctx.is_first:
-            type(model).save_pretrained(model, directory, state_dict=whole, **kwargs)
+            type(model).save_pretrained(model, directory, state_dict=state_dict, **kwargs)
 
 
-def _wanted(model: Any, held: dict[str, Any], options: dict[str, Any]) -> list[str]:
-    """The names of what PEFT would write, in the order of the model."""
+def _selected(model: Any, tensors: dict[str, Any], options: dict[str, Any]) -> list[str]:
+    """The names of what PEFT would save, in the order of the model."""
     from peft import get_peft_model_state_dict
 
-    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in held.items()}
-    taken = set()
+    empty = {name: torch.empty(value.shape, dtype=value.dtype, device="meta") for name, value in tensors.items()}
+    selected = set()
     for adapter in options.get("selected_adapters") or list(model.peft_config):
         layers = {k: options[k] for k in ("save_embedding_layers",) if k in options}
         found = get_peft_model_state_dict(model, state_dict=dict(empty), adapter_name=adapter, **layers)
-        taken |= set(map(id, found.values()))
-    return [name for name, tensor in empty.items() if id(tensor) in taken]
+        selected |= set(map(id, found.values()))
+    return [name for name, tensor in empty.items() if id(tensor) in selected]

@@ -1,4 +1,4 @@
-"""The parallel layers. They know nothing of graphs: each can be used by hand."""
+"""The parallel layers: Megatron's column, row and vocabulary parallel modules, usable without a captured graph."""
 
 from .embedding import VocabParallelEmbedding
 from .linear import ColumnParallelLinear, RowParallelLinear

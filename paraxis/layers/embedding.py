@@ -1,4 +1,4 @@
-"""The embedding whose table is split by token id."""
+"""The embedding whose table is sharded on the vocabulary dimension."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .linear import SEQUENCE_DIM, layout_of, local_parameter
 def local_ids(ids: torch.Tensor, start: int, stop: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(index into the rows ``start`` to ``stop``, whether another rank holds the id; the index is then 0).
 
-    An id outside the vocabulary is nobody's: its index stays out of range on all ranks, so that all of them
-    raise what the whole table would.
+    An id outside the vocabulary belongs to no rank: its index stays out of range on all ranks, so that all of them
+    raise the error of an unsharded table.
     """
     elsewhere = ((ids >= 0) & (ids < start)) | ((ids >= stop) & (ids < vocab_size))
     return (ids - start).masked_fill(elsewhere, 0), elsewhere
 
 
 class EmbeddingParameters(NamedTuple):
-    """What makes an embedding."""
+    """The parameters and options of an embedding."""
 
     weight: torch.Tensor
     padding_idx: int | None = None
@@ -34,15 +34,15 @@ class EmbeddingParameters(NamedTuple):
 class VocabParallelEmbedding(nn.Module):
     """An embedding of which every rank holds a range of token ids.
 
-    A rank looks up the ids it holds and has zeros for the others; the sum over the ranks is the embedding.
+    A rank looks up the ids it holds and has zeros for the others; an all-reduce gives the embedding.
 
     Args:
-        ctx: Where to run.
+        ctx: The ranks.
         embedding: An ``nn.Embedding`` with a plain weight (of which the layer copies this rank's rows) or a
-            sharded one (which it takes as it is).
-        sequence_parallel: Whether to return the result split on the sequence dimension (-2), by a
+            sharded one (which it uses without a copy).
+        sequence_parallel: Whether to return the result sharded on the sequence dimension (-2), by a
             reduce-scatter.
-        reduce_output: Whether to sum over the ranks. With ``False`` this rank's term is returned.
+        reduce_output: Whether to all-reduce. With ``False`` the result is partial: this rank's term of the sum.
     """
 
     weight: nn.Parameter
@@ -60,7 +60,7 @@ class VocabParallelEmbedding(nn.Module):
             if getattr(embedding, option, None) not in (None, False):
                 raise NotImplementedError(
                     f"VocabParallelEmbedding does not support {option}={getattr(embedding, option)}: it "
-                    "depends on ids that other ranks hold. Keep this embedding whole."
+                    "depends on ids that other ranks hold. Leave this embedding replicated."
                 )
         weight, padding_idx = embedding.weight, embedding.padding_idx
         self.group, self.rank, self.world_size = ctx.tp_group, ctx.rank, ctx.world_size
@@ -69,7 +69,7 @@ class VocabParallelEmbedding(nn.Module):
         if not layout.contiguous(self.num_embeddings):
             raise ValueError(
                 f"VocabParallelEmbedding needs one range of ids per rank, each id on one rank, but the table "
-                f"of shape {tuple(weight.shape)} is split as {layout}."
+                f"of shape {tuple(weight.shape)} is sharded as {layout}."
             )
         self.start, self.stop = layout.expand(self.num_embeddings, self.rank)[0]
         if padding_idx is not None and padding_idx < 0:
@@ -82,10 +82,11 @@ class VocabParallelEmbedding(nn.Module):
     def from_parameters(
         cls, ctx: ParallelExecutionCtx, weight: torch.Tensor, padding_idx: int | None = None, **flags: bool
     ) -> VocabParallelEmbedding:
-        """The layer on this table, sharded or whole, without a module that it comes from."""
+        """The layer for this table, which may be sharded or full, without an ``nn.Embedding``."""
         return cls(ctx, EmbeddingParameters(weight, padding_idx), **flags)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The embeddings of token ids."""
         index, elsewhere = local_ids(input, self.start, self.stop, self.num_embeddings)
         padding = self.padding_idx
         if padding is not None:
@@ -98,6 +99,7 @@ class VocabParallelEmbedding(nn.Module):
         return differentiable_all_reduce_sum(output, self.group)
 
     def extra_repr(self) -> str:
+        """Sizes, this rank's ids and flags, for ``print(model)``."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return (
             f"{self.num_embeddings}, {self.embedding_dim}{padding}, ids={self.start}:{self.stop}, "

@@ -1,4 +1,4 @@
-"""Cross entropy on logits that are split by class: the whole logits are never built, forward or backward."""
+"""Cross entropy on logits that are sharded on the vocabulary: the full logits never exist, forward or backward."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .embedding import local_ids
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The loss of every target from logits [..., local classes]; zero where the target is to be ignored.
+    """The loss of every target from logits [..., local classes]; zero for ignored targets.
 
     With p the softmax, w the class weights (one without), W their sum, t the target's class, e the label
     smoothing and C the number of classes, the loss is
@@ -28,8 +28,8 @@ class _CrossEntropy(torch.autograd.Function):
 
         ((1 - e) w_t + e W/C) p_c  -  (1 - e) w_t [c = t]  -  e/C w_c.
 
-    Forward there are two collectives, a maximum and a sum; backward there is none. What is kept for the
-    backward is the logits themselves and a few numbers per target, not the probabilities.
+    Forward has two all-reduces, a maximum and a sum; backward has none. Saved for the backward pass are the logits
+    and a few numbers per target, not the probabilities.
     """
 
     @staticmethod
@@ -104,16 +104,16 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """``F.cross_entropy`` of the gathered logits, value and gradient, without gathering them.
+    """``F.cross_entropy`` of the full logits, value and gradient, without an all-gather.
 
     Args:
         logits: This rank's classes ``vocab_start`` and following, of shape [C], [N, C] or [N, C, d1, ...].
-            Ranks may have different numbers of them. The sums are in float32 for narrower logits.
+            Ranks may have different numbers of them. Narrower logits are accumulated in float32.
         target: Class indices of shape [], [N] or [N, d1, ...], the same on every rank.
         group: The ranks that hold the classes.
         vocab_start: The first class this rank holds.
-        vocab_size: The number of classes altogether.
-        weight: A weight for every class, of all ``vocab_size`` of them.
+        vocab_size: The total number of classes.
+        weight: A weight for each of all ``vocab_size`` classes.
         ignore_index: Targets with this value do not count.
         reduction: "mean", "sum" or "none".
         label_smoothing: How much of the target is spread over all classes.
@@ -144,6 +144,7 @@ def _check(
     reduction: str,
     label_smoothing: float,
 ) -> None:
+    """Raise what ``F.cross_entropy`` would, in terms of the full logits."""
     if target.is_floating_point():
         raise NotImplementedError(
             "vocab_parallel_cross_entropy takes class indices, not probabilities: gather the logits first."
@@ -154,11 +155,11 @@ def _check(
             f"{tuple(logits.shape[:-1])}."
         )
     if not 0 <= start < start + logits.shape[-1] <= size:
-        raise ValueError(f"classes {start} to {start + logits.shape[-1]} are not a part of {size}.")
+        raise ValueError(f"classes {start} to {start + logits.shape[-1]} are not within a vocabulary of {size}.")
     if weight is not None and tuple(weight.shape) != (size,):
         raise ValueError(f"weight must have all {size} classes, but has shape {tuple(weight.shape)}.")
     if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError("cross entropy has no derivative by its class weights: give them as weight.detach().")
+        raise RuntimeError("cross entropy has no gradient for its class weights: pass weight.detach().")
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{reduction} is not a valid value for reduction: use 'mean', 'sum' or 'none'.")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -166,15 +167,14 @@ def _check(
 
 
 class VocabParallelCrossEntropyLoss(nn.Module):
-    """``nn.CrossEntropyLoss`` for logits whose classes are split over the ranks in contiguous ranges.
+    """``nn.CrossEntropyLoss`` for logits whose classes are sharded over the ranks in contiguous ranges.
 
     Args:
-        ctx: Where to run.
+        ctx: The ranks.
         weight, size_average, ignore_index, reduce, reduction, label_smoothing: As for
             ``nn.CrossEntropyLoss``; ``weight`` has all classes.
-        vocab_size: The number of classes altogether, split as by :meth:`Layout.even`. Without it (and without
-            ``weight``, which tells it too) the ranks tell one another how many they have in the first
-            forward.
+        vocab_size: The total number of classes, sharded as by :meth:`Layout.even`. Without it (and without
+            ``weight``, which has as many entries) the ranks exchange their numbers of classes in the first forward.
     """
 
     weight: torch.Tensor | None
@@ -203,7 +203,7 @@ class VocabParallelCrossEntropyLoss(nn.Module):
             self._range = Layout.even(self.vocab_size, self.world_size).expand(self.vocab_size, self.rank)[0]
 
     def forward(self, input: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """The loss; ``weight``, if given, in place of the module's own."""
+        """The loss; ``weight`` overrides the module's own."""
         classes = input.shape[1] if input.ndim > 1 else input.shape[0]
         if self._range is None or self.vocab_size is None:
             sizes = all_gather(torch.tensor([classes], device=input.device), self.group).tolist()
@@ -228,5 +228,6 @@ class VocabParallelCrossEntropyLoss(nn.Module):
         )
 
     def extra_repr(self) -> str:
+        """Options, for ``print(model)``."""
         text = f"vocab_size={self.vocab_size}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
         return f"{text}, label_smoothing={self.label_smoothing}, rank={self.rank}/{self.world_size}"
