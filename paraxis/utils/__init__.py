@@ -1,1 +1,1 @@
-"""Small tools that know nothing of tensors' placements: the cache on disk, progress, memory of the process."""
+"""Small tools without knowledge of placements: the cache on disk, names, sizes, progress, process memory."""

@@ -1,8 +1,8 @@
-"""Small files that spare the next run some work: plans, and which tensor of a checkpoint is which parameter.
+"""A cache of small files on disk: plans, and which tensor of a checkpoint is which parameter.
 
-They lie in ``$PARAXIS_CACHE``, by default ``~/.cache/paraxis``; with an empty ``PARAXIS_CACHE`` nothing is kept. Each
-is named by a digest of all that it was made from: once that has changed, it is not found again. What keeps one from
-being read or written is no error: the work is done anew.
+They are in ``$PARAXIS_CACHE``, by default ``~/.cache/paraxis``; an empty ``PARAXIS_CACHE`` disables the cache. Each
+file is named by a digest of everything it was computed from, so a change of that is a cache miss. A file that cannot be
+read or written is a cache miss too, not an error.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from typing import Any
 import torch
 from torch import nn
 
-KEPT = 200
-"""So many files of each kind are kept; the least recently used go."""
+MAX_FILES = 200
+"""Files of each kind; the least recently used ones are deleted."""
 
 
 def directory(kind: str) -> Path | None:
-    """Where files of a kind are kept; None if they are not to be."""
+    """The directory for files of a kind; None if the cache is disabled."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     root = os.environ.get("PARAXIS_CACHE", f"{home}/paraxis")
     return Path(root).expanduser() / kind if root else None
 
 
 def read(kind: str, key: str | None) -> Any:
-    """What was kept under a key; None if there is nothing."""
+    """The cached data of a key; None on a cache miss."""
     folder = directory(kind)
     if key is None or folder is None:
         return None
     file = folder / f"{key}.json"
     try:
         data = json.loads(file.read_text())
-        os.utime(file)  # used just now
-    except (OSError, ValueError):  # not there, or broken: it is made and written anew
+        os.utime(file)  # most recently used
+    except (OSError, ValueError):  # missing or corrupt
         return None
     return data
 
 
 def write(kind: str, key: str | None, data: Any) -> None:
-    """Keep plain data under a key, whole or not at all."""
+    """Cache plain data under a key, atomically."""
     folder = directory(kind)
     if key is None or folder is None:
         return
@@ -55,49 +55,48 @@ def write(kind: str, key: str | None, data: Any) -> None:
             json.dump(data, file)
         os.replace(file.name, folder / f"{key}.json")
         files = sorted(folder.glob("*.json"), key=lambda f: f.stat().st_mtime, reverse=True)
-        for old in files[KEPT:]:
+        for old in files[MAX_FILES:]:
             old.unlink(missing_ok=True)
     except OSError:
         pass
 
 
 def key_of(model: nn.Module, *, code: bool = True, **others: Any) -> str | None:
-    """A key for what follows from a model of transformers and other plain data; None if there is no telling.
+    """A cache key for what follows from a transformers model and other plain data; None if there is none.
 
-    The model is told by its class, its configuration and the versions of all code that makes it what it is; without
-    ``code``, by what ranks on several machines have in common. A module of the user's own, whose forward may be
-    anything, has no key.
+    The model is identified by its class, its configuration and the versions of all code involved; without ``code``, by
+    what is the same for ranks on several machines. A user's own module, whose forward may be anything, has no key.
     """
-    described = getattr(model, "config", None)
-    if not hasattr(described, "to_dict"):
+    config = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
         return None
     try:
-        known = {
+        content = {
             **others,
             "code": [_package(), torch.__version__, _version("transformers"), sys.version_info[:2]] if code else [],
-            "model": [type(model).__qualname__, _source(type(model)), _settings(described)],
+            "model": [type(model).__qualname__, _source(type(model)), _settings(config)],
         }
-        return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:32]
-    except (OSError, TypeError, ValueError):  # a file that is gone, a configuration with keys of several kinds
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    except (OSError, TypeError, ValueError):  # a missing file, or a configuration with keys of several types
         return None
 
 
-def _settings(described: Any) -> dict[str, Any]:
-    """A configuration, less where it came from, with the ways to compute that are not written to files."""
-    settings = {name: value for name, value in described.to_dict().items() if name != "_name_or_path"}
-    chosen = [getattr(described, name, None) for name in ("_attn_implementation", "_experts_implementation")]
+def _settings(config: Any) -> dict[str, Any]:
+    """A configuration without its path, and with the implementations that ``to_dict`` leaves out."""
+    settings = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
+    chosen = [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
     return {**settings, "computed by": chosen}
 
 
 @cache
 def _package() -> str:
-    """This package, as it is on the disk: whoever works on it must not be given what yesterday's code made."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
+    """A digest of this package's files on disk: an edit of the code must invalidate what the old code cached."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(repr([(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]).encode()).hexdigest()
 
 
 def _source(cls: type) -> str:
-    """The file that a class is from: the code of a model may come with its checkpoint."""
+    """A digest of the file that defines a class: the code of a model may come with its checkpoint."""
     file = getattr(sys.modules.get(cls.__module__), "__file__", None)
     return hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else ""
 

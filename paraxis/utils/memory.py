@@ -1,7 +1,7 @@
-"""Giving memory back to the system after work that left much of it free.
+"""Returning freed memory to the operating system.
 
-Capturing, planning and compiling make millions of small objects. The C library keeps what they leave, in pieces that
-no weight, gradient or activation fits into, and a rank would hold that beside them for as long as it runs.
+Capturing, planning and compiling allocate millions of small objects. The C library retains their memory, fragmented
+into pieces too small for weights, gradients or activations, and a rank would hold it for as long as it runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 @functools.cache
 def _trim() -> Callable[[int], int] | None:
-    """glibc's function for it; None with other libraries, which do it by themselves or not at all."""
+    """glibc's ``malloc_trim``; None with other C libraries."""
     try:
         return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
     except (AttributeError, OSError, TypeError):
@@ -21,7 +21,7 @@ def _trim() -> Callable[[int], int] | None:
 
 
 def malloc_trim() -> None:
-    """Return to the system what this process has freed. Takes milliseconds."""
+    """Return the memory that this process has freed to the operating system. Takes milliseconds."""
     trim = _trim()
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""What is going on, where a person waits: a line on the terminal with the time that it has taken so far."""
+"""A progress line on the terminal: the current stage and the time it has taken so far."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tqdm import tqdm
 
 @contextmanager
 def stage(text: str, shown: bool = True) -> Iterator[None]:
-    """Show ``text`` and a running clock while the body runs; nothing where standard error is not a terminal.
+    """Show ``text`` and a running clock while the body runs; nothing if standard error is not a terminal.
 
-    The line is gone when the body is done. Stages may be nested, and a progress bar may run inside of one.
+    The line disappears at the end. Stages may be nested, and may contain progress bars.
     """
     if not shown or not sys.stderr.isatty():
         yield

@@ -1,4 +1,4 @@
-"""A line while a person waits, and nothing where no person looks."""
+"""The progress line: shown on a terminal, and only there."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import termios
 
 PROGRAM = """
 import time
-from paraxis.progress import stage
+from paraxis.utils.progress import stage
 with stage("Capturing the model"):
     with stage("Searching"):
-        time.sleep(3)  # looked at every half second, if the machine is not busy
+        time.sleep(3)  # refreshed every half second, if the machine is not busy
 print("done")
 """
 
 
 def shown(terminal: bool) -> str:
-    """What the program writes to standard error."""
+    """What the program writes to standard error, a terminal or a pipe."""
     ours, theirs = pty.openpty() if terminal else os.pipe()
     if terminal:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
@@ -36,12 +36,12 @@ def shown(terminal: bool) -> str:
         os.close(theirs)
 
 
-def test_on_a_terminal() -> None:
+def test_a_terminal_shows_the_stage_and_a_clock() -> None:
     text = shown(terminal=True)
     assert "Capturing the model 00:00" in text
     assert "Searching 00:01" in text  # the clock runs
-    assert " " * 20 in text.rpartition("Capturing the model")[2]  # and the line is gone in the end
+    assert " " * 20 in text.rpartition("Capturing the model")[2]  # the line disappears at the end
 
 
-def test_elsewhere() -> None:
+def test_a_pipe_shows_nothing() -> None:
     assert shown(terminal=False) == ""
