@@ -1,4 +1,4 @@
-"""Running the Python blocks of a page: on this process, or on a rank."""
+"""Run the Python blocks of a page: in this process, or on a rank."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from unittest import mock
 
 _names: dict[str, dict[str, Any]] = {}
-"""What the blocks of a page have defined so far, by the page."""
+"""What the blocks of a page have defined so far, by the directory they run in."""
 
 
 def run_block(page: str, where: str, text: str, folder: str) -> str:
-    """Run a block after the others of its page; what it printed."""
+    """Run a block with what the page's earlier blocks defined; returns what it printed."""
     import io
 
     import torch
@@ -28,7 +28,7 @@ def run_block(page: str, where: str, text: str, folder: str) -> str:
 
 
 def run_on_rank(page: str, where: str, text: str, folder: str) -> str:
-    """The same on a rank, which has met the others already, and goes on after the page."""
+    """The same on a rank whose process group exists already and outlives the page."""
     import torch.distributed as dist
 
     with (
@@ -39,7 +39,7 @@ def run_on_rank(page: str, where: str, text: str, folder: str) -> str:
 
 
 def forget(folder: str) -> None:
-    """The page is done: its models need not be kept."""
+    """Drop what the blocks of a page have defined, models among it."""
     _names.pop(folder, None)
 
 

@@ -1,21 +1,20 @@
-"""The documentation: links lead somewhere, code compiles and runs, commands exist with these options."""
+"""The documentation: links lead somewhere, code compiles and runs, commands and options exist, the site builds."""
 
 from __future__ import annotations
 
-import os
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from maker import blocks, links, pages, site, transcripts
 from marks import long
+from tools import blocks, links, page, reference, transcripts
 
 from doc_blocks import forget, run_block, run_on_rank
 
-ALL = pages.load()
-BLOCKS = {path: blocks.blocks_of(page) for path, page in ALL.items()}
+ALL = page.load()
+BLOCKS = {path: blocks.blocks_of(found) for path, found in ALL.items()}
 SLOW = {"docs/guides/training.md", "docs/guides/lora.md"}
 RUN = [
     pytest.param(path, marks=long if path in SLOW else ())
@@ -25,17 +24,24 @@ RUN = [
 
 
 def test_links_lead_somewhere() -> None:
+    """Files, anchors, images, and names in source files."""
     assert not links.problems(ALL)
 
 
-def test_what_leads_nowhere_is_found(tmp_path: Path) -> None:
-    (tmp_path / "there.py").touch()
-    text = "# A\n[a](b.md) [c](#a) [d](#b) ![e](f.png) [g](there.py#h) [i](there.py) [j](https://example.org)"
-    found = links.problems({"a.md": pages.Page("a.md", text)}, tmp_path)
-    assert [line.split("'")[1] for line in found if line.startswith("a.md")] == ["b.md", "#b", "f.png", "there.py#h"]
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    """A line for each link that leads nowhere, and none for the others."""
+    (tmp_path / "there.py").write_text("def known(): ...")
+    text = (
+        "# A\n[a](b.md) [c](#a) [d](#b) ![e](f.png) [g](there.py#h) [i](there.py) [j](https://example.org) "
+        "[`known`](there.py) [`there.known()`](there.py) [`unknown`](there.py) [`there.py`](there.py)"
+    )
+    found = links.problems({"a.md": page.Page("a.md", text)}, tmp_path)
+    assert [line.split("'")[1] for line in found] == ["b.md", "#b", "f.png", "there.py#h", "there.py"]
+    assert "does not define 'unknown'" in found[-1]
 
 
 def test_python_compiles() -> None:
+    """Every Python block, run or not."""
     count = 0
     for block in (block for found in BLOCKS.values() for block in found):
         if block.language == "python" and not block.page.startswith("docs/reference"):
@@ -45,7 +51,7 @@ def test_python_compiles() -> None:
 
 
 def command_lines() -> list[tuple[str, list[str]]]:
-    """Every program that a shell block runs, with where it is."""
+    """(page and line, words) of every program in a shell block."""
     return [
         (block.where, words)
         for found in BLOCKS.values()
@@ -57,13 +63,13 @@ def command_lines() -> list[tuple[str, list[str]]]:
 
 
 def test_commands_exist() -> None:
-    """The options of `paraxis` commands are real ones; so are the targets of make."""
+    """Commands of `paraxis` and their options, and targets of make."""
     from typer.main import get_command
 
     from paraxis.cli import app
 
     group: Any = get_command(app)
-    targets = set(re.findall(r"^([\w-]+):", (pages.ROOT / "Makefile").read_text(), re.M))
+    targets = set(re.findall(r"^([\w-]+):", (page.ROOT / "Makefile").read_text(), re.M))
     count = 0
     for where, words in command_lines():
         if words[0] == "make":
@@ -84,11 +90,11 @@ def test_commands_exist() -> None:
 
 
 @pytest.mark.parametrize("path", RUN)
-def test_blocks_run(path: str, ranks: Any, tmp_path: Path) -> None:
-    """In their order, in one directory; on ranks they print the same or, but for the first, nothing."""
+def test_blocks_run(path: str, ranks: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """In order, in one directory, in this process or on ranks."""
     folder = str(tmp_path)
     for block in BLOCKS[path]:
-        if block.takes_long and not os.environ.get("PARAXIS_LONG"):
+        if block.takes_long and not request.config.getoption("--long"):
             continue
         if block.ranks == 1:
             run_block(path, block.where, block.text, folder)
@@ -99,33 +105,42 @@ def test_blocks_run(path: str, ranks: Any, tmp_path: Path) -> None:
         ranks(world).run(forget, folder)
 
 
-def test_a_block_that_fails_is_seen(tmp_path: Path) -> None:
+def test_a_failing_block_raises(tmp_path: Path) -> None:
+    """With the block's own error."""
     with pytest.raises(ZeroDivisionError):
         run_block("page.md", "page.md:3", "1 / 0", str(tmp_path))
 
 
-def test_the_site(tmp_path: Path) -> None:
-    """Every page is there, links lead to files of the site, and nothing comes from elsewhere."""
-    out = tmp_path / "site"
-    assert site.build(ALL, out) == len(ALL)
-    assert "parallelize_model(" in re.sub(r"<[^>]+>", "", (out / "reference/api.html").read_text())
-    assert "--memory-limit" in (out / "reference/cli.html").read_text()
-    for file in out.rglob("*.html"):
-        text = file.read_text()
-        assert "%%" not in text and not re.search(r'(?:src|<link[^>]*href)="https?:', text), file
-        for href in re.findall(r'(?:href|src)="([^"#]+)', text):
-            assert href.startswith(("https:", "http:")) or (file.parent / href).is_file(), f"{file.name}: {href}"
+@pytest.mark.parametrize("path", reference.PAGES)
+def test_generated_pages_are_up_to_date(path: str) -> None:
+    """docs/reference is what the docstrings and the commands say now."""
+    assert (page.ROOT / path).read_text(encoding="utf-8") == reference.PAGES[path](), "run: make reference"
 
 
-def test_transcripts_say_nothing_of_the_machine() -> None:
-    here = [str(pages.ROOT), str(Path.home()), "/tmp/", "site-packages"]
-    for path, found in BLOCKS.items():
-        for block in found:
-            assert "transcript" not in block.wanted or not any(place in block.text for place in here), path
-            assert "transcript" not in block.wanted or "\n" in block.text.strip(), f"{block.where}: make transcripts"
+def test_the_site_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without warnings: pages are in the navigation, links lead somewhere. It loads nothing from elsewhere."""
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    build(load_config(str(page.ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
+    text = (tmp_path / "reference/packages.html").read_text()
+    assert "ParallelAxisSolverPass" in text and "ColumnParallelLinear" in text
+    assert (tmp_path / "source/examples/serve.py.html").is_file()
+    for file in tmp_path.rglob("*.html"):
+        assert not re.search(r'(?:src|<link[^>]*href)="https?:', file.read_text()), file
 
 
-def test_a_transcript(tmp_path: Path) -> None:
+def test_transcripts_hold_no_paths_of_the_machine() -> None:
+    """And each of them has output."""
+    here = [str(page.ROOT), str(Path.home()), "/tmp/", "site-packages"]
+    for block in (block for found in BLOCKS.values() for block in found if "transcript" in block.directives):
+        assert not any(place in block.text for place in here), block.where
+        assert "\n" in block.text.strip(), f"{block.where}: run make transcripts"
+
+
+def test_a_transcript_is_pasted(tmp_path: Path) -> None:
+    """The output replaces the old one; a command that fails is an error."""
     text = "<!-- transcript: lines=2 -->\n```console\n$ seq 3\nold\n$ pwd\n```\n"
     (tmp_path / "a.md").write_text(text)
     transcripts.write("a.md", tmp_path)

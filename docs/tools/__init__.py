@@ -1,1 +1,1 @@
-"""Makes the documentation: pages, links, code blocks, the reference, transcripts, the site."""
+"""Scripts of the documentation: links, code blocks, generated pages, transcripts, screenshots, hooks of the site."""

@@ -1,32 +1,30 @@
-"""Run in docs/: `python -m maker build OUT`, `... transcripts [PAGE[=COMMAND] ...]`, `... screenshots [MODEL ...]`."""
+"""Run in docs/: ``python -m tools COMMAND``.
+
+- ``reference``: write the generated pages and the module map of CONTRIBUTING.md (``make reference``).
+- ``transcripts [PAGE[=TEXT] ...]``: run the commands shown in the pages again and paste what they print.
+- ``screenshots [MODEL ...]``: pictures of the report.
+"""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
-from . import screenshots
-from .links import problems
-from .pages import load
-from .site import build
-from .transcripts import write
+from . import module_map, reference, screenshots, transcripts
+from .page import load
 
 
 def main(arguments: list[str]) -> int:
+    """Run one command."""
     match arguments:
-        case ["build", out]:
-            pages = load()
-            found = problems(pages)
-            if found:
-                print("\n".join(found), file=sys.stderr)
-                return 1
-            print(f"{build(pages, Path(out))} pages in {out}")
+        case ["reference"]:
+            reference.write()
+            module_map.write()
         case ["transcripts", *wanted]:
             for each in wanted or [""]:
                 name, _, only = each.partition("=")
                 for path, page in load().items():
                     if "<!-- transcript" in page.text and name in path:
-                        write(path, only=only)
+                        transcripts.write(path, only=only)
         case ["screenshots", *wanted]:
             screenshots.renew(wanted)
         case _:

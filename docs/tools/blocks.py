@@ -1,10 +1,12 @@
-"""The code blocks of a page, and what is to be done with them.
+"""The code blocks of a page, and what the tests and ``make transcripts`` do with them.
 
-A comment before a block says it: `<!-- run -->` (a Python block that is run alone), `<!-- run: 2 -->` (on two ranks;
-`<!-- run: 2 long -->` with `PARAXIS_LONG=1` alone), `<!-- file: run.py -->` (the block is this file for the commands
-that follow), `<!-- transcript -->` (a console block whose output is what its commands give: transcripts.py). Several
-are joined by semicolons. `<!-- setup ... -->` holds Python that is run and not shown, `<!-- setup: 2 ... -->` on two
-ranks. All blocks of a page run in one directory.
+A comment before a block says it; several are joined by semicolons. All blocks of a page run in one directory.
+
+- ``<!-- run -->``: the tests run this Python block; ``<!-- run: 2 -->`` on two ranks, ``<!-- run: 2 long -->`` only in
+  ``make test-long``.
+- ``<!-- file: run.py -->``: the block is this file for the commands that follow.
+- ``<!-- transcript -->``: a console block; ``make transcripts`` pastes what its commands print (transcripts.py).
+- ``<!-- setup ... -->``: Python that runs and is not shown; ``<!-- setup: 2 ... -->`` on two ranks.
 """
 
 from __future__ import annotations
@@ -14,40 +16,44 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .pages import Page
+from .page import Page
 
 SHELL = ("console", "sh", "bash", "shell")
 _INDENTED = re.compile(r"(paraxis|make|pip|python3?|torchrun) ")
-"""How an indented block begins that holds commands."""
+"""How an indented block of commands begins."""
 _COMMENT = re.compile(r"<!--\s*((?:run|file|transcript)\b.*?)\s*-->\s*$", re.S)
 _SETUP = re.compile(r"<!--\s*setup(?::\s*(\d+))?\s*\n(.*?)-->\s*$", re.S)
 
 
 @dataclass
 class Block:
-    """A code block. ``line`` is where its first line is in the file, counted from 1."""
+    """A code block; ``line`` is the number of its first line in the file, ``directives`` the comment before it."""
 
     page: str
     line: int
     language: str
     text: str
-    wanted: dict[str, str] = field(default_factory=dict)
+    directives: dict[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int | None:
-        """On how many ranks it is run; None if it is not."""
-        return int(self.wanted["run"].split()[0] if self.wanted["run"] else 1) if "run" in self.wanted else None
+        """The number of ranks that run it; None if it is not run."""
+        if "run" not in self.directives:
+            return None
+        return int((self.directives["run"] or "1").split()[0])
 
     @property
     def takes_long(self) -> bool:
-        return self.wanted.get("run", "").endswith("long")
+        """Whether it runs in ``make test-long`` only."""
+        return self.directives.get("run", "").endswith("long")
 
     @property
     def where(self) -> str:
+        """The page and the line, for messages."""
         return f"{self.page}:{self.line}"
 
     def commands(self) -> Iterator[str]:
-        """The command lines of a shell block, without what they print."""
+        """The command lines of a shell block, without their output."""
         prompts = self.language == "console"
         lines = iter(self.text.splitlines())
         for line in lines:
@@ -61,9 +67,9 @@ class Block:
 
 
 def blocks_of(page: Page) -> list[Block]:
-    """The blocks of a page in their order."""
+    """The blocks of a page, in order."""
     found: list[Block] = []
-    wanted: dict[str, str] = {}
+    directives: dict[str, str] = {}
     for token in page.tokens:
         line = token.map[0] + 1 if token.map else 0
         if token.type == "html_block":
@@ -72,19 +78,19 @@ def blocks_of(page: Page) -> list[Block]:
                 found.append(Block(page.path, line + 1, "python", setup[2], {"run": setup[1] or "1"}))
             elif comment:
                 pairs = (part.partition(":") for part in comment[1].split(";"))
-                wanted = {key.strip(): value.strip() for key, _, value in pairs}
+                directives = {key.strip(): value.strip() for key, _, value in pairs}
             continue
         if token.type == "fence":
-            found.append(Block(page.path, line + 1, token.info.strip(), token.content, wanted))
+            found.append(Block(page.path, line + 1, token.info.strip(), token.content, directives))
         elif token.type == "code_block":
             language = "sh" if _INDENTED.match(token.content) else "text"
-            found.append(Block(page.path, line, language, token.content, wanted))
-        wanted = {}
+            found.append(Block(page.path, line, language, token.content, directives))
+        directives = {}
     return found
 
 
 def words_of(command: str) -> list[list[str]]:
-    """The words of every program that a command line runs, without variables set before and files it writes to."""
+    """The words of every program in a command line, without environment variables and redirections."""
     lexer = shlex.shlex(command, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split, lexer.commenters = True, "#"
     programs: list[list[str]] = [[]]

@@ -1,10 +1,10 @@
-"""The pages: Markdown files of the repository, what is in them, and where each of them is on the site."""
+"""A Markdown file of the repository: its headings, its links, and where they lead."""
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,45 +13,15 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = re.compile(r"<!-- generated: (\w+) -->")
-"""Stands on a page that `reference.py` writes; in the repository there is only a word about that."""
-NAVIGATION: dict[str, list[str]] = {
-    "Start": ["docs/index.md", "docs/tutorial.md", "docs/report.md", "docs/how-it-works.md"],
-    "Guides": [
-        "docs/guides/plans.md",
-        "docs/guides/saved-plans.md",
-        "docs/guides/modules.md",
-        "docs/guides/rules.md",
-        "docs/guides/training.md",
-        "docs/guides/data-parallel.md",
-        "docs/guides/lora.md",
-        "docs/guides/compiled.md",
-        "docs/guides/multi-node.md",
-        "docs/guides/export.md",
-        "docs/guides/troubleshooting.md",
-    ],
-    "Reference": ["docs/reference/api.md", "docs/reference/cli.md", "docs/coming-from.md", "docs/limits.md"],
-    "Measured": [f"docs/results/{name}.md" for name in ("zoo", "generation", "weights", "plans", "bench", "loading")],
-    "Project": ["CONTRIBUTING.md"],
-}
 
 
-FOLDERS = {"docs/guides/": "Guides", "docs/results/": "Measured"}
-"""Pages in these are in the navigation also if it does not name them."""
+@dataclass
+class Link:
+    """A link or an image: its address, and the text shown for it if that is ``code``."""
 
-
-def navigation(pages: Iterable[str]) -> dict[str, list[str]]:
-    """The sections with the paths of their pages."""
-    found = {section: list(paths) for section, paths in NAVIGATION.items()}
-    for path in sorted(pages):
-        section = next((s for folder, s in FOLDERS.items() if path.startswith(folder)), None)
-        if section is not None and path not in found[section]:
-            found[section].append(path)
-    return found
-
-
-def parser() -> MarkdownIt:
-    return MarkdownIt("commonmark", {"html": True}).enable(["table", "strikethrough"])
+    href: str
+    code: str = ""
+    image: bool = False
 
 
 @dataclass
@@ -63,37 +33,34 @@ class Page:
     tokens: list[Token] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = parser().parse(self.text)
+        self.tokens = MarkdownIt("commonmark", {"html": True}).enable(["table"]).parse(self.text)
 
     @cached_property
-    def headings(self) -> list[tuple[int, str, str]]:
-        """(level, text, anchor) of every heading; anchors are those that code hosts make."""
-        found: list[tuple[int, str, str]] = []
-        seen: dict[str, int] = {}
+    def anchors(self) -> set[str]:
+        """What a link can name after ``#``: the anchors that code hosts, and the site, give to headings."""
+        found: set[str] = set()
         for opening, inline in zip(self.tokens, self.tokens[1:]):
             if opening.type == "heading_open":
-                text = plain(inline)
-                anchor = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
-                count = seen[anchor] = seen.get(anchor, -1) + 1
-                found.append((int(opening.tag[1]), text, f"{anchor}-{count}" if count else anchor))
+                anchor = re.sub(r"[^\w\- ]", "", plain_text(inline.children or []).lower()).replace(" ", "-")
+                number = 1
+                unique = anchor
+                while unique in found:
+                    unique, number = f"{anchor}-{number}", number + 1
+                found.add(unique)
         return found
 
-    @property
-    def title(self) -> str:
-        return next((text for level, text, _ in self.headings if level == 1), self.path)
-
-    @property
-    def url(self) -> str:
-        return url_of(self.path)
-
-    def links(self) -> Iterator[tuple[str, bool]]:
-        """Every link and, with True, every image."""
+    def links(self) -> Iterator[Link]:
+        """Every link and image of the page."""
         for token in self.tokens:
-            for child in token.children or ():
+            children = token.children or []
+            for i, child in enumerate(children):
                 if child.type == "link_open":
-                    yield str(child.attrs["href"]), False
+                    end = next(j for j in range(i, len(children)) if children[j].type == "link_close")
+                    shown = children[i + 1 : end]
+                    code = shown[0].content if [c.type for c in shown] == ["code_inline"] else ""
+                    yield Link(str(child.attrs["href"]), code)
                 elif child.type == "image":
-                    yield str(child.attrs["src"]), True
+                    yield Link(str(child.attrs["src"]), image=True)
 
     def target(self, href: str) -> tuple[str, str]:
         """The path in the repository, and the anchor, that a link of this page leads to."""
@@ -102,28 +69,13 @@ class Page:
         return (posixpath.normpath(posixpath.join(folder, path)) if path else self.path), anchor
 
 
-def plain(inline: Token) -> str:
-    """The text of a heading without its markup."""
-    return "".join(child.content for child in inline.children or () if child.type in ("text", "code_inline"))
-
-
-def url_of(path: str) -> str:
-    """Where a file of the repository is on the site; program files have a page that shows them."""
-    if path.startswith("docs/"):
-        inside = path.removeprefix("docs/")
-        return f"{inside.removesuffix('.md')}.html" if inside.endswith(".md") else inside
-    if path.endswith(".md"):
-        return f"{path.removesuffix('.md').lower()}.html"
-    return f"source/{path}.html"
+def plain_text(tokens: list[Token]) -> str:
+    """Inline tokens without their markup."""
+    return "".join(token.content for token in tokens if token.type in ("text", "code_inline"))
 
 
 def load(root: Path = ROOT) -> dict[str, Page]:
-    """All pages by their path: those in docs/ and the Markdown files beside it. Generated ones are complete."""
-    from . import reference
-
-    pages = {}
-    for path in [*sorted((root / "docs").rglob("*.md")), *sorted(root.glob("*.md"))]:
-        name, text = path.relative_to(root).as_posix(), path.read_text(encoding="utf-8")
-        wanted = GENERATED.search(text)
-        pages[name] = Page(name, reference.PAGES[wanted[1]]() if wanted else text)
-    return pages
+    """All pages by their path: those in docs/ and the Markdown files beside it."""
+    paths = [*sorted((root / "docs").rglob("*.md")), *sorted(root.glob("*.md"))]
+    names = [path.relative_to(root).as_posix() for path in paths]
+    return {name: Page(name, path.read_text(encoding="utf-8")) for name, path in zip(names, paths)}

@@ -9,28 +9,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .pages import ROOT
+from .page import ROOT
 
 IMAGES = ROOT / "docs" / "images"
 WIDE, NARROW = (1240, 1360), (390, 844)
-MOST = 200_000
-"""Bytes of a picture at most."""
+MAX_BYTES = 200_000
+"""Of a picture: they are part of every clone."""
 
 
 def dense() -> tuple[Any, dict[str, Any]]:
+    """A dense decoder."""
     from transformers import LlamaConfig
 
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
     return LlamaConfig(architectures=["LlamaForCausalLM"], dtype="bfloat16", **sizes), {"context": 8192}
 
 
-def mixture() -> tuple[Any, dict[str, Any]]:
+def moe() -> tuple[Any, dict[str, Any]]:
+    """A mixture of experts."""
     from transformers import MixtralConfig
 
     return MixtralConfig(architectures=["MixtralForCausalLM"], dtype="bfloat16"), {}
 
 
 def hybrid() -> tuple[Any, dict[str, Any]]:
+    """State-space and attention layers."""
     from transformers import BambaConfig
 
     sizes = {"num_hidden_layers": 8, "attn_layer_indices": [3, 7]}
@@ -38,6 +41,7 @@ def hybrid() -> tuple[Any, dict[str, Any]]:
 
 
 def encoder_decoder() -> tuple[Any, dict[str, Any]]:
+    """An encoder and a decoder."""
     from transformers import T5Config
 
     sizes = {"d_model": 1024, "d_kv": 64, "d_ff": 4096, "num_layers": 24, "num_heads": 16}
@@ -45,6 +49,7 @@ def encoder_decoder() -> tuple[Any, dict[str, Any]]:
 
 
 def vision_language() -> tuple[Any, dict[str, Any]]:
+    """Vision and language, planned with an image."""
     import torch
     from transformers import LlavaConfig
 
@@ -58,6 +63,7 @@ def vision_language() -> tuple[Any, dict[str, Any]]:
 
 
 def plain_module() -> tuple[Any, dict[str, Any]]:
+    """A module that is not from transformers."""
     import torch
     from torch import nn
 
@@ -67,7 +73,7 @@ def plain_module() -> tuple[Any, dict[str, Any]]:
 
 MODELS: dict[str, tuple[str, Callable[[], tuple[Any, dict[str, Any]]]]] = {
     "dense": ("A dense model (Llama, 8B)", dense),
-    "mixture": ("A mixture of experts (Mixtral)", mixture),
+    "moe": ("A mixture of experts (Mixtral)", moe),
     "hybrid": ("State-space and attention layers (Bamba)", hybrid),
     "encoder-decoder": ("Encoder and decoder (T5)", encoder_decoder),
     "vision-language": ("Vision and language (Llava)", vision_language),
@@ -76,7 +82,7 @@ MODELS: dict[str, tuple[str, Callable[[], tuple[Any, dict[str, Any]]]]] = {
 
 
 def write_reports(folder: Path, names: list[str] | None = None, ranks: int = 4) -> list[Path]:
-    """The report of every model, as a file each."""
+    """One file per model with its report."""
     from paraxis import report_plan
 
     found = []
@@ -92,7 +98,7 @@ def shoot(page: Path, picture: Path, size: tuple[int, int], dark: bool = False, 
     """A picture of a page."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
-        raise RuntimeError("there is no chromium")
+        raise RuntimeError("screenshots need chromium or google-chrome on the PATH")
     themed = page.with_suffix(".themed.html")
     theme = "dark" if dark else "light"
     themed.write_text(page.read_text().replace("<html ", f'<html data-theme="{theme}" ', 1))
@@ -101,14 +107,14 @@ def shoot(page: Path, picture: Path, size: tuple[int, int], dark: bool = False, 
         command += [f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}", f"--screenshot={picture}"]
         subprocess.run([*command, f"{themed.as_uri()}{anchor}"], check=True, capture_output=True, timeout=120)
     themed.unlink()
-    if picture.stat().st_size > MOST:
+    if picture.stat().st_size > MAX_BYTES:
         raise RuntimeError(f"{picture} has {picture.stat().st_size} bytes")
 
 
 def renew(names: list[str]) -> None:
-    """The pictures in docs/images."""
-    with tempfile.TemporaryDirectory() as made:
-        for page in write_reports(Path(made), names):
+    """Take the pictures in docs/images again."""
+    with tempfile.TemporaryDirectory() as folder:
+        for page in write_reports(Path(folder), names):
             shoot(page, IMAGES / f"report-{page.stem}.png", WIDE)
             if page.stem == "dense":
                 shoot(page, IMAGES / "report-dark.png", WIDE, dark=True)
