@@ -1,4 +1,4 @@
-"""How each contender brings up a model from a checkpoint. Run on every rank."""
+"""How each contender loads a model from a checkpoint. Runs on every rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def single(folder: str, device: torch.device) -> Any:
 
 
 def transformers_tp(folder: str, device: torch.device) -> Any:
-    """transformers' own tensor parallelism, by the plan that it ships."""
+    """transformers' own tensor parallelism, with the plan it ships."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto")
 
 
 def dtensor(folder: str, device: torch.device) -> Any:
-    """torch's ``parallelize_module`` with a plan written by hand, for models of Llama's construction."""
+    """torch's ``parallelize_module`` with a plan written by hand for Llama."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -45,7 +45,7 @@ def dtensor(folder: str, device: torch.device) -> Any:
 
 
 def paraxis(folder: str, device: torch.device, **options: Any) -> Any:
-    """This project, planned anew."""
+    """Paraxis, without its plan cache."""
     from paraxis import ParallelExecutionCtx, parallelize_model
 
     group = dist.group.WORLD
@@ -54,13 +54,13 @@ def paraxis(folder: str, device: torch.device, **options: Any) -> Any:
     model = parallelize_model(folder, ctx, show_progress=False, **{"cache_plans": False, **options})
     reading = ctx.timings.pop("load")
     planned = sum(ctx.timings.values())
-    # our collectives are no events of torch
+    # the profiler does not see our collectives
     model.known = {"plan": planned, "reading": reading, "collectives": len(ctx.plan.collectives)}
     return model
 
 
 def paraxis_compiled(folder: str, device: torch.device) -> Any:
-    """This project, with its local programs compiled by Inductor."""
+    """Paraxis with local programs compiled by Inductor."""
     return paraxis(folder, device, compile="inductor")
 
 
@@ -72,4 +72,4 @@ CONTENDERS: dict[str, Callable[[str, torch.device], Any]] = {
     "paraxis, compiled": paraxis_compiled,
 }
 ALONE = ("one process",)
-"""Those that run in a process of their own."""
+"""Contenders without ranks: one process."""

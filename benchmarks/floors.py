@@ -1,9 +1,8 @@
-"""How far one rank is from what its GPU can do: an 8B-shaped model, one token at a time and a long prompt at once.
+"""One rank against the limits of its GPU: decode steps and a long prefill of an 8B-shaped model.
 
-``python benchmarks/floors.py --ranks 8`` measures one rank of 8: the group is a fake one, whose collectives cost
-nothing, so that what is measured is everything else. The floor of a decoded token is the time in which the memory can
-stream the weights (and the cache) of the rank once; that of a prompt is its arithmetic at the speed of large matrix
-products.
+``python benchmarks/floors.py --ranks 8`` measures one rank of 8 with a fake process group, whose collectives cost
+nothing: the figures contain everything but communication. The floor of a decode step is the time to read the weights
+and the KV cache of the rank once at the memory's bandwidth; that of a prefill is its FLOPs at the rate of large GEMMs.
 """
 
 from __future__ import annotations
@@ -19,19 +18,20 @@ import torch
 import torch.distributed as dist
 
 BANDWIDTH = 4.3e12
-"""Bytes per second that an H200 streams."""
+"""Memory bandwidth of an H200, in bytes per second."""
 ARITHMETIC = 790e12
-"""Operations per second of large bf16 matrix products on it."""
+"""FLOP/s of large bfloat16 GEMMs on it."""
 
 
 def main() -> None:
+    """Measure every mode and print its figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--modes", default="eager,reduce-overhead")
-    parser.add_argument("--profile", type=Path, help="where to write what the kernels of a token take")
+    parser.add_argument("--profile", type=Path, help="file for the profiles of decode steps and prefills")
     options = parser.parse_args()
     join(options.ranks)
     for mode in options.modes.split(","):
@@ -39,6 +39,7 @@ def main() -> None:
 
 
 def join(ranks: int) -> None:
+    """Initialize a process group: NCCL with one rank, or rank 0 of a fake group."""
     if ranks > 1:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -48,6 +49,7 @@ def join(ranks: int) -> None:
 
 
 def build(mode: str, layers: int) -> Any:
+    """The parallel model with random weights, and its context."""
     from transformers import LlamaConfig
 
     from paraxis import ParallelExecutionCtx, parallelize_model
@@ -82,7 +84,7 @@ def build(mode: str, layers: int) -> Any:
 
 
 def host_profile(function: Any) -> str:
-    """Where the host's time goes."""
+    """Where the host spends its time."""
     import cProfile
     import io
     import pstats
@@ -95,6 +97,7 @@ def host_profile(function: Any) -> str:
 
 @torch.no_grad()
 def measure(mode: str, options: Any) -> dict[str, Any]:
+    """The figures of one compilation mode."""
     from transformers import StaticCache
 
     started = time.perf_counter()
@@ -105,6 +108,7 @@ def measure(mode: str, options: Any) -> dict[str, Any]:
     prompt = torch.randint(0, 128256, (1, options.context), device="cuda")
 
     def prefill() -> tuple[Any, torch.Tensor]:
+        """A prefill into a new cache: the cache and the next token."""
         started = time.perf_counter()
         cache = StaticCache(config=model.config, max_cache_len=length)
         making.append(time.perf_counter() - started)
@@ -112,6 +116,7 @@ def measure(mode: str, options: Any) -> dict[str, Any]:
         return cache, logits[:, -1:].argmax(-1)
 
     def steps(cache: Any, token: torch.Tensor, count: int) -> torch.Tensor:
+        """Greedy decode steps."""
         for _ in range(count):
             token = model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
         return token
@@ -150,10 +155,10 @@ def measure(mode: str, options: Any) -> dict[str, Any]:
         options.profile.with_name(f"{options.profile.name}-{options.ranks}-{mode}.txt").write_text(text)
     matrices = sum(p.to_local().numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
     head = next(p.to_local().numel() for n, p in model.named_parameters() if "lm_head" in n)
-    kept = sum(x.to_local().numel() if hasattr(x, "to_local") else x.numel() for x in (cache.layers[0].keys,))
-    stream = (matrices + 2 * options.layers * kept) * 2 / BANDWIDTH
+    cached = sum(x.to_local().numel() if hasattr(x, "to_local") else x.numel() for x in (cache.layers[0].keys,))
+    stream = (matrices + 2 * options.layers * cached) * 2 / BANDWIDTH
     heads = model.config.num_attention_heads // options.ranks
-    causal = 2 * options.context**2 * heads * model.config.head_dim * options.layers  # two products, half of each
+    causal = 2 * options.context**2 * heads * model.config.head_dim * options.layers  # two matmuls, half of each
     arithmetic = (2 * (matrices - head) * options.context + 2 * head + causal) / ARITHMETIC
     prompt_time = sorted(prompts)[len(prompts) // 2]
     return {

@@ -1,7 +1,7 @@
 """Generation and training side by side: ``python benchmarks/generation.py [--shapes llama,gpt2,mixtral] [--tp 2]``.
 
-Every contender runs in processes of its own. All are up at once and take turns on the same cores (see `turns`); of each
-figure the median over the turns counts. Writes a page and, where matplotlib is at hand, a plot.
+Every contender runs in processes of its own. All run at the same time and take turns on the same cores (see `turns`);
+figures are medians over the turns. Writes a page and, if matplotlib is installed, a plot.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ FIGURES = {
     "plan": ("plan, s", 1.0),
     "first": ("first call, s", 1.0),
     "prefill": ("prefill of 512, ms", 1e3),
-    "decode": ("per token, ms", 1e3),
+    "decode": ("time per output token, ms", 1e3),
     "memory_generation": ("memory per rank, MiB", 1.0),
     "training": ("training step of 128, ms", 1e3),
     "memory_training": ("memory, training, MiB", 1.0),
-    "collectives": ("collectives per token", 1.0),
+    "collectives": ("collectives per decode step", 1.0),
 }
 
 
 def main() -> int:
+    """Compare the contenders on every shape; print tables, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="llama,gpt2,mixtral")
     parser.add_argument("--tp", type=int, default=2)
@@ -70,7 +71,7 @@ def compare(shape: str, tp: int, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """What was found coming up, with the median over the turns of what they found."""
+    """The figures of loading, and the medians over the turns of the others."""
     up, *later = turns
     errors = [turn for turn in turns if "error" in turn]
     if errors:
@@ -86,7 +87,7 @@ def figures(turns: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """One row per contender: its figures, with their ratio to ours where that is of interest."""
+    """One row per contender: its figures, times with their ratio to ours."""
     lines = []
     ours = found.get("paraxis", {})
     for name, result in found.items():
@@ -104,7 +105,8 @@ def rows(found: dict[str, dict[str, Any]]) -> list[list[str]]:
 
 
 def table(shape: str, found: dict[str, dict[str, Any]], tp: int) -> Table:
-    result = Table(title=f"{shape}, {tp} ranks (in brackets: the time over ours)")
+    """The figures of one shape for the terminal."""
+    result = Table(title=f"{shape}, {tp} ranks (in brackets: relative to ours)")
     for column in ("", *(title for title, _ in FIGURES.values()), "tokens"):
         result.add_column(column)
     for row in rows(found):
@@ -113,6 +115,7 @@ def table(shape: str, found: dict[str, dict[str, Any]], tp: int) -> Table:
 
 
 def page(results: dict[str, dict[str, dict[str, Any]]], tp: int) -> str:
+    """All figures as Markdown."""
     import torch
     import transformers
 
@@ -122,10 +125,9 @@ def page(results: dict[str, dict[str, dict[str, Any]]], tp: int) -> str:
         "",
         f"{date.today().isoformat()}, {device}, torch {torch.__version__}, transformers {transformers.__version__}, "
         f"Python {platform.python_version()}, {tp} ranks with one thread each, float32, batch 1, context 512. Made by "
-        "`make bench`. All contenders are up at once and take turns; times are medians over the turns, in brackets the "
-        "time over that of paraxis. Memory: the most anonymous "
-        "memory of a rank, with its parameters that lie in mapped files; generating and training are in processes of "
-        "their own.",
+        "`make bench`. All contenders run at the same time and take turns; times are medians over the turns, in "
+        "brackets relative to paraxis. Memory: the peak of a rank's anonymous memory plus its memory-mapped "
+        "parameters; generation and training run in separate processes.",
         "",
     ]
     for shape, found in results.items():
@@ -133,10 +135,11 @@ def page(results: dict[str, dict[str, dict[str, Any]]], tp: int) -> str:
         lines += [f"## {shape}", "", "| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
         lines += ["| " + " | ".join(row) + " |" for row in rows(found)]
         lines.append("")
-    return "\n".join([*lines, "![Time per token and prefill](bench.png)", ""])
+    return "\n".join([*lines, "![Time per output token and prefill](bench.png)", ""])
 
 
 def plot(results: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
+    """Bars of time per output token and prefill, if matplotlib is installed."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:

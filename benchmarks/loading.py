@@ -1,9 +1,9 @@
-"""Loading a checkpoint, side by side with transformers' tensor parallelism: time, memory, bytes.
+"""Loading a checkpoint, compared with transformers' tensor parallelism: time, memory, bytes read.
 
 ``python benchmarks/loading.py --out docs/results``: checkpoints of over 2 GB with random weights, at 2 and 4 ranks.
-Every rank imports everything first; then, from one barrier to the next, the model is brought up. Measured on each rank:
-the growth of anonymous memory at its highest (sampled every 5 ms; mapped files do not count), and the bytes that were
-asked of safetensors. The worst rank is shown. On a machine with a GPU (``--device cuda``) the ranks share it.
+Every rank imports everything first; then, between two barriers, the model is loaded. Measured on each rank: the peak
+growth of anonymous memory (sampled every 5 ms; mapped files do not count), and the bytes requested from safetensors.
+The worst rank is shown. On a machine with a GPU (``--device cuda``) the ranks share it.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from contenders import paraxis, transformers_tp
 MIB = 2**20
 
 
-def as_ever(folder: str, device: torch.device) -> Any:
-    """This project as it comes: the first time it makes a plan, which it keeps."""
+def with_plan_cache(folder: str, device: torch.device) -> Any:
+    """Paraxis with its defaults: the first start makes a plan and caches it."""
     return paraxis(folder, device, cache_plans=True)
 
 
-CONTENDERS = {"transformers TP": transformers_tp, "paraxis, planning": paraxis, "paraxis": as_ever}
+CONTENDERS = {"transformers TP": transformers_tp, "paraxis, planning": paraxis, "paraxis": with_plan_cache}
 
 
 def save(shape: str, layers: int, folder: str) -> None:
-    """A checkpoint in files of 1 GB: a dense model, or one whose experts are stored one by one."""
+    """Save a checkpoint in files of 1 GB: a dense model, or an MoE model with experts stored one by one."""
     from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
     common = {"num_attention_heads": 16, "num_key_value_heads": 8, "vocab_size": 32000, "num_hidden_layers": layers}
@@ -55,16 +55,18 @@ def save(shape: str, layers: int, folder: str) -> None:
 
 
 class Reads:
-    """Counts the bytes that are asked of safetensors, by standing in for ``safe_open``."""
+    """Counts the bytes requested from safetensors, by replacing ``safe_open``."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
     def install(self, module: Any) -> None:
+        """Replace a module's ``safe_open``."""
         original = module.safe_open
         module.safe_open = lambda *args, **kwargs: _File(original(*args, **kwargs), self)
 
     def count(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Add a tensor's bytes."""
         self.bytes += tensor.nbytes
         return tensor
 
@@ -84,9 +86,11 @@ class _File:
         self._file.__exit__(*error)
 
     def get_tensor(self, key: str) -> torch.Tensor:
+        """As in safetensors, counted."""
         return self._reads.count(self._file.get_tensor(key))
 
     def get_slice(self, key: str) -> _Slice:
+        """As in safetensors, counted."""
         return _Slice(self._file.get_slice(key), self._reads)
 
 
@@ -102,12 +106,13 @@ class _Slice:
 
 
 class Memory:
-    """The highest value of a line of ``/proc/self/status`` while it runs, in MiB."""
+    """The peak of a line of ``/proc/self/status`` while it runs, in MiB."""
 
     def __init__(self, line: str = "RssAnon") -> None:
         self.line, self.highest, self._done = line, 0.0, threading.Event()
 
     def now(self) -> float:
+        """The current value."""
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(self.line):
                 return int(line.split()[1]) / 1024
@@ -130,7 +135,7 @@ class Memory:
 
 
 def measure(contender: str, folder: str, kind: str) -> None:
-    """One rank: bring the model up, and print what it took as a line of JSON on the first rank."""
+    """On one rank: load the model; rank 0 prints the figures as a line of JSON."""
     warnings.filterwarnings("ignore")
     import transformers.modeling_utils
     from transformers import AutoModelForCausalLM, LlamaForCausalLM, MixtralForCausalLM  # noqa: F401
@@ -144,7 +149,7 @@ def measure(contender: str, folder: str, kind: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     device = torch.device(kind, 0) if kind == "cuda" else torch.device("cpu")
-    torch.ones(1, device=device)  # starts CUDA, whose memory on the host is none of the loader's
+    torch.ones(1, device=device)  # starts CUDA, whose host memory is not the loader's
     reads = Reads()
     reads.install(transformers.modeling_utils)
     reads.install(paraxis.weights.weight_map)
@@ -153,7 +158,7 @@ def measure(contender: str, folder: str, kind: str) -> None:
     started = time.perf_counter()
     with Memory() as memory:
         model = CONTENDERS[contender](folder, device)
-        for parameter in model.parameters():  # what is only mapped is not loaded
+        for parameter in model.parameters():  # reads what is only mapped so far
             _local(parameter).sum()
         dist.barrier()
     seconds = time.perf_counter() - started
@@ -164,10 +169,10 @@ def measure(contender: str, folder: str, kind: str) -> None:
         "grown": memory.highest - memory.before,
         "read": reads.bytes / MIB,
     }
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
+    of_all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all_ranks, mine)
     if dist.get_rank() == 0:
-        print("RESULT " + json.dumps({key: max(r[key] for r in everybody) for key in mine}), flush=True)
+        print("RESULT " + json.dumps({key: max(r[key] for r in of_all_ranks) for key in mine}), flush=True)
     dist.barrier()
 
 
@@ -179,6 +184,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def one(contender: str, folder: str, ranks: int, device: str) -> dict[str, Any]:
+    """The figures of one run of a contender on its ranks, or its error."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*command, __file__, "--one", contender, "--folder", folder, "--device", device],
@@ -195,12 +201,13 @@ def one(contender: str, folder: str, ranks: int, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure all contenders on all shapes; print rows, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="llama:10,mixtral:6", help="shape:layers, separated by commas")
     parser.add_argument("--tp", default="2,4", help="numbers of ranks")
     parser.add_argument("--contenders", default="/".join(CONTENDERS), help="separated by slashes")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--rounds", type=int, default=3, help="of which the fastest counts")
+    parser.add_argument("--rounds", type=int, default=3, help="the fastest counts")
     parser.add_argument("--out", type=Path, help="where to write loading.md")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -209,7 +216,7 @@ def main() -> None:
         measure(options.one, options.folder, options.device)
         return
     lines = [
-        "|  | ranks | contender | whole call, s | reading, s | shard, MiB | memory grew by, MiB | read, MiB | |",
+        "|  | ranks | contender | call, s | reading, s | shard, MiB | memory grew by, MiB | read, MiB | |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for shape, layers in (item.split(":") for item in options.shapes.split(",")):
@@ -219,8 +226,8 @@ def main() -> None:
             os.environ["PARAXIS_CACHE"] = f"{folder}/cache"
             for ranks in options.tp.split(","):
                 for contender in options.contenders.split("/"):
-                    if CONTENDERS[contender] is as_ever:
-                        one(contender, folder, int(ranks), options.device)  # the first time
+                    if CONTENDERS[contender] is with_plan_cache:
+                        one(contender, folder, int(ranks), options.device)  # fills the cache
                     rounds = [one(contender, folder, int(ranks), options.device) for _ in range(options.rounds)]
                     lines.append(_line(f"{shape}, {size / 1e9:.1f} GB", ranks, contender, rounds))
                     print(lines[-1], flush=True)
@@ -242,19 +249,20 @@ def _line(shape: str, ranks: str, contender: str, rounds: list[dict[str, Any]]) 
 
 
 def page(table: str, device: str) -> str:
+    """The table with its explanation, as Markdown."""
     import transformers
 
     where = torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} CPU cores"
     return "\n".join(
         [
-            "# Loading, side by side",
+            "# Loading",
             "",
             f"{date.today().isoformat()}, {where}, torch {torch.__version__}, transformers {transformers.__version__}, "
             f"Python {platform.python_version()}, one thread per rank, float32, files in the page cache. Made by",
-            "`python benchmarks/loading.py --out docs/results`, which says how it is measured. *Whole call* is",
+            "`python benchmarks/loading.py --out docs/results`, which says how it is measured. *Call* is",
             '`parallelize_model` or `from_pretrained(tp_plan="auto")`; *reading* is the part of it that reads weights.',
-            "*Planning* is the first time that a model is brought up on so many ranks: the plan is made, and kept;",
-            "after that it is found again. Memory: anonymous memory of a rank at its highest, over what it was before.",
+            "*Planning* is the first start of a model on so many ranks: the plan is made and cached;",
+            "later starts find it in the cache. Memory: the peak growth of a rank's anonymous memory.",
             "The fastest of three runs, and the most memory of them, on the worst rank.",
             "",
             table,

@@ -1,7 +1,7 @@
 """One contender, on every rank: ``python measure.py CONTENDER FOLDER PART``, started by `turns`.
 
-PART is ``generation`` or ``training``: each in processes of its own, for the memory of one not to count for the other.
-Memory is watched while the model comes up and in its first turns, which are not timed: looking takes time, too.
+PART is ``generation`` or ``training``: separate processes, so that the memory of one does not count for the other.
+Memory is sampled while the model loads and in its first turns, which are not timed: sampling takes time.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from turns import Player
 
 PROMPT, PROMPTS, TOKENS = 512, 2, 24
 WATCHED = 4
-"""Turns in which memory is watched: what the first ones leave behind makes the next ones need more."""
+"""Turns in which memory is sampled: the peak is reached after a few."""
 
 
 def main(name: str, folder: str, part: str) -> None:
+    """Measure, and report an error to the caller."""
     player = Player(name, part)
     try:
         play(player, name, folder, part)
@@ -34,6 +35,7 @@ def main(name: str, folder: str, part: str) -> None:
 
 
 def play(player: Player, name: str, folder: str, part: str) -> None:
+    """Load the model, then measure whenever it is this contender's turn."""
     warnings.filterwarnings("ignore")
     from transformers import logging
 
@@ -59,16 +61,16 @@ def play(player: Player, name: str, folder: str, part: str) -> None:
     result[f"memory_{part}"] = memory.stop() + mapped(model) / 2**20
     while player.answer(result):
         if not alone:
-            dist.barrier()  # ranks do not wake up at the same moment
+            dist.barrier()  # ranks do not wake up at the same time
         result = turn()
     if not alone:
         dist.barrier()
 
 
 class Memory(threading.Thread):
-    """The most anonymous memory that the process had, in MiB, looked at every few milliseconds.
+    """The peak anonymous memory of the process, in MiB, sampled every few milliseconds.
 
-    Not what is resident: of a mapped file the system counts pages that nobody asked for, as many as it likes.
+    Not the resident memory: of a mapped file, that contains pages that were read ahead.
     """
 
     def __init__(self) -> None:
@@ -77,15 +79,18 @@ class Memory(threading.Thread):
         self.over = threading.Event()
 
     def start(self) -> Memory:  # type: ignore[override]
+        """Start sampling."""
         super().start()
         return self
 
     def stop(self) -> float:
+        """Stop sampling; returns the peak."""
         self.over.set()
         self.join()
         return self.highest
 
     def run(self) -> None:
+        """Sample until stopped."""
         while not self.over.is_set():
             for line in Path("/proc/self/status").read_text().splitlines():
                 if line.startswith("RssAnon"):
@@ -94,7 +99,7 @@ class Memory(threading.Thread):
 
 
 def mapped(model: Any) -> int:
-    """Bytes of parameters that lie in mapped files instead."""
+    """Bytes of parameters in mapped files, which are not anonymous memory."""
     files = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         if line.endswith(".safetensors"):
@@ -105,6 +110,7 @@ def mapped(model: Any) -> int:
 
 
 def timed(device: torch.device, function: Any) -> tuple[float, Any]:
+    """Seconds that a function takes, and its result."""
     started = time.perf_counter()
     value = function()
     if device.type == "cuda":
@@ -113,7 +119,7 @@ def timed(device: torch.device, function: Any) -> tuple[float, Any]:
 
 
 class Generation:
-    """A prompt, and decoding with a growing cache."""
+    """Prefill and decode steps with a dynamic cache."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self.model, self.device = model, device
@@ -136,6 +142,7 @@ class Generation:
         return {"prefill": prefills, "decode": seconds, "tokens": tokens}
 
     def next_token(self, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        """A greedy forward pass."""
         logits = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1:].argmax(-1)
 
@@ -151,13 +158,14 @@ class Training:
         return {"training": timed(self.device, self.step)[0]}
 
     def step(self) -> None:
+        """One forward and backward pass."""
         self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
         self.model.zero_grad()
 
 
 @torch.no_grad()
 def collectives(model: Any, device: torch.device) -> int:
-    """How many collectives a forward of one token has, as the profiler sees them."""
+    """The number of collectives in a forward of one token, as the profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
 
     token = torch.ones(1, 1, dtype=torch.int64, device=device)

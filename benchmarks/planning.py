@@ -1,9 +1,9 @@
-"""How long it takes to plan large models from their configurations alone, and what it takes of memory.
+"""Time and memory of planning large models from their configurations.
 
 ``python benchmarks/planning.py --out docs/results`` plans models of the shapes of Llama 8B, 70B and 405B and of
-DeepSeek-V3 over 8 ranks, each in a process of its own: no weights, no process group, no GPU. Every one is planned
-without and with the memory of a prompt, several times, of which the fastest counts: the machine may be busy otherwise.
-The page has the time of the whole command, imports included, of every stage, and the memory of the process.
+DeepSeek-V3 over 8 ranks, each in a process of its own: no weights, no process group, no GPU. Each is planned without
+and with the memory of a prefill, several times; the fastest run counts, because the machine may be busy. The page has
+the time of the process, imports included, of every stage, and the memory of the process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 SECONDS = {"8B": 15.0}
-"""What the whole command may take; others than these may take `LONGEST`."""
+"""Limits of the process by shape; `LONGEST` for others."""
 LONGEST, MEMORY = 30.0, 2.0
 """Seconds, and GiB."""
 CONTEXT = 4096
@@ -74,7 +74,7 @@ STAGES = ("build", "capture", "decompose", "search", "rewrite", "memory")
 
 
 def plan(shape: str, ranks: int, by_blocks: bool, context: int | None) -> None:
-    """Plan one model in this process, and print what it took."""
+    """Plan one model in this process, and print the figures."""
     from transformers import AutoConfig
 
     from paraxis import plan_model
@@ -106,9 +106,10 @@ def _numel(shape: tuple[int, ...]) -> int:
     return total
 
 
-def measure(shape: str, ranks: int, whole: bool, context: int | None) -> dict[str, Any]:
+def measure(shape: str, ranks: int, all_blocks: bool, context: int | None) -> dict[str, Any]:
     """Plan one model in a process of its own."""
-    command = [sys.executable, __file__, "--one", shape, "--ranks", str(ranks), *(["--whole"] if whole else [])]
+    command = [sys.executable, __file__, "--one", shape, "--ranks", str(ranks)]
+    command += ["--all-blocks"] if all_blocks else []
     command += ["--context", str(context)] if context else []
     started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -136,13 +137,13 @@ def page(found: list[dict[str, Any]], ranks: int, repeats: int) -> str:
         )
     plans = [
         f"- {each['shape']}: {each['parameters'] / 1e9:.0f} B parameters, {each['per_rank']:.1%} of them on each rank, "
-        f"{', '.join(f'{n} {kind}' for kind, n in each['collectives'].items())}; with a prompt of {each['context']} "
+        f"{', '.join(f'{n} {kind}' for kind, n in each['collectives'].items())}; with a prefill of {each['context']} "
         f"tokens {each['rank_gb']} GB, of which activations {each['activations_gb']} GB"
         f"{'' if each['optimal'] else '; not proven to be the cheapest'}."
         for each in found
         if each["context"]
     ]
-    kept = all(
+    within_limits = all(
         each["command_s"] < SECONDS.get(each["shape"], LONGEST) and each["memory_gib"] < MEMORY for each in found
     )
     return "\n".join(
@@ -150,11 +151,11 @@ def page(found: list[dict[str, Any]], ranks: int, repeats: int) -> str:
             "# Planning from a configuration",
             "",
             f"`python benchmarks/planning.py --out docs/results`: models of these shapes over {ranks} ranks, each in a",
-            "process of its own, without weights, process group or GPU. *Command* is the time of the whole process,",
-            "imports included, *CPU* what it computed for; the stages are what `plan_model` spends. With a number of",
-            "*tokens*, the memory of a prompt of that length is counted, too: the model is captured once more, at that",
-            f"length. The faster of {repeats} runs; other processes may have been at work on the machine.",
-            "Blocks that are alike are captured and solved once, and the others get their plan.",
+            "process of its own, without weights, process group or GPU. *Command* is the time of the process,",
+            "imports included, *CPU* its CPU time; the stages are those of `plan_model`. With a number of *tokens*,",
+            "the memory of a prefill of that length is counted, too: the model is captured once more, at that length.",
+            f"The fastest of {repeats} runs; other processes may have been running on the machine.",
+            "Repeated blocks are captured and solved once.",
             "",
             f"{date.today()}, {cores} CPU cores, {versions}, Python {platform.python_version()}.",
             "",
@@ -162,35 +163,36 @@ def page(found: list[dict[str, Any]], ranks: int, repeats: int) -> str:
             f"|---|---|---|---|---|---|---|{'---|' * len(STAGES)}---|",
             *rows,
             "",
-            f"The limits ({MEMORY:.0f} GiB for the process) are {'kept' if kept else '**not kept**'}.",
+            f"The limits ({MEMORY:.0f} GiB for the process) are {'met' if within_limits else '**not met**'}.",
             "",
-            "What is planned:",
+            "The plans:",
             "",
             *plans,
             "",
-            "Plans by first blocks equal those of all blocks, costs included (`tests/capture/test_blocks.py`).",
+            "Planning the first blocks gives the plan of all blocks, costs included (`tests/capture`).",
             "",
         ]
     )
 
 
 def main() -> None:
+    """Plan every shape, print the figures, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--whole", action="store_true", help="plan all blocks instead of the first ones")
+    parser.add_argument("--all-blocks", action="store_true", help="plan every block instead of the first ones")
     parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="write planning.md into this directory")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        plan(options.one, options.ranks, not options.whole, options.context)
+        plan(options.one, options.ranks, not options.all_blocks, options.context)
         return
     found = []
     for shape in options.shapes.split(","):
         for context in (None, CONTEXT):
-            runs = [measure(shape, options.ranks, options.whole, context) for _ in range(options.repeats)]
+            runs = [measure(shape, options.ranks, options.all_blocks, context) for _ in range(options.repeats)]
             found.append({**min(runs, key=lambda run: run["command_s"]), "context": context})
             print(json.dumps(found[-1]), flush=True)
     if options.out is not None:

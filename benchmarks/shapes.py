@@ -1,4 +1,4 @@
-"""The models that are measured: real shapes, random weights, small enough for two CPU cores."""
+"""The measured models: real shapes, random weights, small enough for two CPU cores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def config(name: str) -> Any:
 
 
 def save(name: str, folder: str) -> None:
-    """A checkpoint of the shape with weights from a fixed seed."""
+    """Save a checkpoint of the shape with weights from a fixed seed."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,8 @@
-"""A training step of one rank against its arithmetic: an 8B-shaped model in bfloat16 with AdamW, on a GPU.
+"""A training step of one rank against its FLOPs: an 8B-shaped model in bfloat16 with AdamW, on a GPU.
 
-``python benchmarks/training.py --ranks 8`` measures one rank of 8 under a fake group, whose collectives cost nothing,
-as ``floors.py`` does. The floor is the arithmetic of the products, forward and backward, at the speed of large matrix
-products; and for the memory the bytes of parameters, gradients and AdamW's two states.
+``python benchmarks/training.py --ranks 8`` measures one rank of 8 with a fake process group, whose collectives cost
+nothing, as ``floors.py`` does. The floor of the time is the FLOPs of the matmuls, forward and backward, at the rate of
+large GEMMs; that of the memory the bytes of parameters, gradients and AdamW's two states.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from floors import ARITHMETIC, build, join
 
 
 def main() -> None:
+    """Measure every mode and print its figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--layers", type=int, default=32)
@@ -31,12 +32,14 @@ def main() -> None:
 
 
 def measure(mode: str, options: Any) -> dict[str, Any]:
+    """The figures of one compilation mode."""
     model, ctx = build(mode, options.layers)
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     ids = torch.randint(0, 128256, (options.batch, options.context), device="cuda")
 
     def step() -> tuple[float, float]:
+        """Seconds of forward and backward, and of the step with the optimizer."""
         torch.cuda.synchronize()
         started = time.perf_counter()
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -53,7 +56,7 @@ def measure(mode: str, options: Any) -> dict[str, Any]:
     step()
     torch.cuda.reset_peak_memory_stats()
     compiled = ctx.compile_times
-    passes, wholes = zip(*[step() for _ in range(options.steps)])
+    passes, steps = zip(*[step() for _ in range(options.steps)])
     held = sum(p.to_local().nbytes for p in model.parameters())
     tokens = options.batch * options.context
     matrices = sum(p.to_local().numel() for n, p in model.named_parameters() if "embed_tokens" not in n)
@@ -70,7 +73,7 @@ def measure(mode: str, options: Any) -> dict[str, Any]:
         "forward_backward_ms": round(both * 1e3, 1),
         "floor_ms": round(floor * 1e3, 1),
         "ratio": round(both / floor, 2),
-        "step_ms": round(sorted(wholes)[len(wholes) // 2] * 1e3, 1),
+        "step_ms": round(sorted(steps)[len(steps) // 2] * 1e3, 1),
         "recompiled": ctx.compile_times - compiled,
         "state_gb": round(4 * held / 1e9, 1),  # parameters, gradients, two states
         "memory_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),

@@ -1,7 +1,7 @@
-"""Taking turns: all contenders are up at once, one of them works, the others sleep.
+"""Turns: all contenders are loaded at the same time, one of them works, the others sleep.
 
-A machine's speed changes from minute to minute, often by more than the contenders differ. Figures from processes that
-ran one after the other would compare minutes; those of turns a few seconds long, over and over, compare contenders.
+A machine's speed changes from minute to minute, often by more than the contenders differ. Running them one after the
+other would compare minutes; many turns of a few seconds compare contenders.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from typing import Any
 from contenders import ALONE
 from torch.distributed import TCPStore
 
-PATIENCE = timedelta(minutes=20)
+TIMEOUT = timedelta(minutes=20)
 PORT = "BENCH_PORT"
-"""Where ranks find the port of the one who calls the turns."""
+"""The environment variable with the port of the process that calls the turns."""
 
 
 class Caller:
     """The side that starts contenders and calls their turns."""
 
     def __init__(self) -> None:
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
     @contextmanager
     def contender(self, name: str, folder: str, tp: int, part: str) -> Iterator[Contender]:
-        """A contender in processes of its own, ready for its turns or with the error that it ended with.
+        """A contender in processes of its own, loaded, or with the error it ended with.
 
-        Started here and not by torch's launcher, which would look after its ranks ten times a second during the turns
-        of others.
+        Not started by torchrun, which would poll its ranks ten times a second during the turns of others.
         """
         command = [sys.executable, str(Path(__file__).parent / "measure.py"), name, folder, part]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", PORT: str(self.store.port)}
@@ -54,13 +53,13 @@ class Caller:
         finally:
             contender.call("end")
             for process in ranks:
-                if contender.failed:  # its other ranks may wait for one that is gone
+                if contender.failed:  # its other ranks may wait for one that has ended
                     process.kill()
                 process.wait()
 
 
 class Contender:
-    """One that is up: what it found while it came up, and then turn by turn."""
+    """A running contender: its figures of loading, then of every turn."""
 
     def __init__(self, store: TCPStore, key: str) -> None:
         self.store, self.key, self.turns = store, key, 0
@@ -68,36 +67,40 @@ class Contender:
         self.failed = False
 
     def turn(self) -> dict[str, Any]:
+        """Let it take a turn; returns its figures."""
         self.call("go")
         return self.answer()
 
     def call(self, word: str) -> None:
+        """Send a word: ``go`` or ``end``."""
         self.store.set(f"{self.key}/{self.turns}", word)
         self.turns += 1
 
     def answer(self) -> dict[str, Any]:
+        """Wait for its figures or its error."""
         key = f"{self.key}/answer {self.turns}"
-        self.store.wait([key], PATIENCE)
+        self.store.wait([key], TIMEOUT)
         found = dict(json.loads(self.store.get(key)))
         self.failed = "error" in found
         return found
 
 
 def free_port() -> int:
+    """A TCP port that is free now."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
 
 
 class Player:
-    """The side of a contender: every rank waits for a turn, the first rank answers, any rank says what went wrong."""
+    """The side of a contender: every rank waits for a turn, rank 0 answers, any rank reports an error."""
 
     def __init__(self, name: str, part: str) -> None:
-        self.store = TCPStore("127.0.0.1", int(os.environ[PORT]), is_master=False, timeout=PATIENCE)
+        self.store = TCPStore("127.0.0.1", int(os.environ[PORT]), is_master=False, timeout=TIMEOUT)
         self.key, self.first, self.turns = f"{part}/{name}", os.environ["RANK"] == "0", 0
 
     def answer(self, found: dict[str, Any]) -> bool:
-        """Say what was found and sleep until the next turn; False where there is none."""
+        """Report the figures and sleep until the next turn; False if there is none."""
         if self.first:
             self.say(found)
         word = self.store.get(f"{self.key}/{self.turns}")
@@ -105,11 +108,12 @@ class Player:
         return bool(word == b"go")
 
     def say(self, found: dict[str, Any]) -> None:
+        """Send figures or an error."""
         self.store.set(f"{self.key}/answer {self.turns}", json.dumps(found))
 
 
 def take_turns(names: list[str], folder: str, tp: int, part: str, rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Of every contender what it found coming up, and in each of its turns; only an error where it could not."""
+    """Of every contender its figures of loading and of each turn, or the error it ended with."""
     caller = Caller()
     found: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as up:

@@ -1,11 +1,11 @@
-"""A small server for a model that is split over the GPUs (or CPU processes) of a machine.
+"""A small HTTP server for a model sharded over the GPUs (or CPU processes) of a machine.
 
     torchrun --nproc-per-node=8 examples/serve.py MODEL --port 8000
     curl localhost:8000/generate -d '{"prompt": "Once upon a time", "max_new_tokens": 40}'
 
-All ranks have to call ``generate`` together. So the first rank alone listens; it puts requests into a queue, takes them
-out one at a time, and tells the other ranks what to generate. It is meant to be read: requests are not batched, and
-there is neither authentication nor encryption. It listens on this machine alone unless ``--host`` says otherwise.
+All ranks must call ``generate`` together. So rank 0 listens, puts requests into a queue, takes them out one at a time,
+and broadcasts each to the other ranks. It is meant to be read: requests are not batched, and there is neither
+authentication nor encryption. It listens on localhost only, unless ``--host`` says otherwise.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from paraxis import ParallelExecutionCtx, parallelize_model, warm_up
 from paraxis.weights.hub import resolve_checkpoint
 
 IDLE = 60.0
-"""Seconds after which the first rank gives a sign of life: ranks that wait for longer than a time-out give up."""
-LONGEST = 4096
-"""Tokens that a request may ask for."""
+"""Seconds after which rank 0 broadcasts even without a request: ranks that wait longer than a timeout give up."""
+MAX_NEW_TOKENS = 4096
+"""The most tokens a request may ask for."""
 
 
 @dataclass
 class Request:
-    """What a client wants, and where the answer goes."""
+    """A client's request, and the future of its answer."""
 
     prompt: str
     max_new_tokens: int
@@ -45,25 +45,25 @@ class Request:
 
 
 def read_request(body: bytes) -> Request:
-    """A request from its JSON; a ValueError that says what is wrong with it."""
+    """Parse the JSON of a request; a ValueError says what is wrong with it."""
     data = json.loads(body)
     if not isinstance(data, dict):
-        raise ValueError("give an object with a prompt")
+        raise ValueError("the body must be a JSON object with a prompt")
     unknown = data.keys() - {"prompt", "max_new_tokens", "temperature"}
     if unknown:
-        raise ValueError(f"unknown: {', '.join(sorted(unknown))}")
+        raise ValueError(f"unknown fields: {', '.join(sorted(unknown))}")
     prompt, count, temperature = data.get("prompt"), data.get("max_new_tokens", 64), data.get("temperature", 0.0)
     if not isinstance(prompt, str) or not prompt:
-        raise ValueError("prompt has to be a text")
-    if not isinstance(count, int) or not 1 <= count <= LONGEST:
-        raise ValueError(f"max_new_tokens has to be a number from 1 to {LONGEST}")
+        raise ValueError("prompt must be a non-empty string")
+    if not isinstance(count, int) or not 1 <= count <= MAX_NEW_TOKENS:
+        raise ValueError(f"max_new_tokens must be a number from 1 to {MAX_NEW_TOKENS}")
     if not isinstance(temperature, (int, float)) or not 0 <= temperature <= 10:
-        raise ValueError("temperature has to be a number from 0 (the likeliest token) to 10")
+        raise ValueError("temperature must be a number from 0 (greedy) to 10")
     return Request(prompt, count, float(temperature))
 
 
 def handler_for(requests: queue.SimpleQueue[Request | None]) -> type[BaseHTTPRequestHandler]:
-    """What answers a connection, in a thread of its own: it queues the request and waits."""
+    """The handler of a connection, in a thread of its own: it queues the request and waits for the answer."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -99,22 +99,22 @@ def handler_for(requests: queue.SimpleQueue[Request | None]) -> type[BaseHTTPReq
 
 
 def next_job(requests: queue.SimpleQueue[Request | None] | None, control: Any) -> tuple[Any, Request | None]:
-    """What all ranks do next, and, on the first rank, whose request it is. ``requests`` is None on the others."""
+    """What all ranks do next and, on rank 0, the request. ``requests`` is None on the other ranks."""
     request: Request | None = None
-    said: list[Any] = [None]
+    message: list[Any] = [None]
     if requests is not None:
         try:
             request = requests.get(timeout=IDLE)
-            said = ["stop"] if request is None else [(request.prompt, request.max_new_tokens, request.temperature)]
+            message = ["stop"] if request is None else [(request.prompt, request.max_new_tokens, request.temperature)]
         except queue.Empty:
-            said = ["wait"]
-    dist.broadcast_object_list(said, src=0, group=control)
-    return said[0], request
+            message = ["wait"]
+    dist.broadcast_object_list(message, src=0, group=control)
+    return message[0], request
 
 
 @torch.no_grad()
 def generate(model: Any, tokenizer: Any, device: torch.device, job: tuple[str, int, float]) -> str:
-    """What a prompt is continued with. Every rank calls it with the same job."""
+    """The continuation of a prompt. Every rank calls it with the same job."""
     prompt, count, temperature = job
     inputs = tokenizer(prompt, return_tensors="pt")
     options: dict[str, Any] = {"max_new_tokens": count, "do_sample": temperature > 0}
@@ -126,21 +126,22 @@ def generate(model: Any, tokenizer: Any, device: torch.device, job: tuple[str, i
 
 
 def main() -> None:
+    """Load the model on every rank; rank 0 serves, all ranks generate."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("model", help="a Hub id or a directory, with a tokenizer")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--plan", default=None, help="a file that `paraxis plan --save` wrote")
+    parser.add_argument("--plan", default=None, help="a plan written by `paraxis plan --save`")
     parser.add_argument("--compile", action="store_true", help="run through Inductor")
     arguments = parser.parse_args()
 
-    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for every rank, or none
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank, or none
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
-    control = dist.new_group(backend="gloo")  # requests go through the host's memory
+    control = dist.new_group(backend="gloo")  # requests are broadcast over the host
     first = dist.get_rank() == 0
 
     ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)
@@ -158,7 +159,7 @@ def main() -> None:
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, lambda *_: requests.put(None))
         print(f"Warmed up in {seconds:.1f} s; serving on http://{arguments.host}:{server.server_port}", flush=True)
-    else:  # the first rank says when it is over
+    else:  # rank 0 says when to stop
         for name in (signal.SIGINT, signal.SIGTERM):
             signal.signal(name, signal.SIG_IGN)
     while True:
@@ -171,7 +172,7 @@ def main() -> None:
             text = generate(model, tokenizer, device, job)
             if request is not None:
                 request.answer.set_result(text)
-        except Exception as error:  # the same on all ranks: they were told the same
+        except Exception as error:  # the same on all ranks: they run the same job
             if request is not None:
                 request.answer.set_exception(error)
     dist.destroy_process_group()

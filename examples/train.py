@@ -1,10 +1,10 @@
-"""Train a small language model on text that every machine has, over data-parallel and tensor-parallel ranks.
+"""Train a small language model on text that every machine has, on data-parallel and tensor-parallel ranks.
 
     torchrun --nproc-per-node=4 examples/train.py --dp 2 --tp 2 --data-parallel shard --checkpoint run
 
 The text is Python's own documentation and licence, and Debian's common licences where they are installed; tokens are
-bytes. Nothing is downloaded. A run that was stopped, or killed, goes on from its last checkpoint with ``--resume``,
-also on another mesh, and has the same losses as one that never stopped: every batch is drawn from its step's own seed,
+bytes. Nothing is downloaded. A run that was stopped, or killed, resumes from its last checkpoint with ``--resume``,
+also on another mesh, with the same losses as an uninterrupted run: the seed of every batch depends on its step only,
 and data-parallel ranks take their rows of it.
 """
 
@@ -30,16 +30,17 @@ import paraxis
 
 
 def options() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=1, help="ranks that split every tensor between them")
-    parser.add_argument("--dp", type=int, default=1, help="ranks that work on other rows of a batch")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--dp", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--data-parallel", choices=["replicate", "shard"], default="replicate")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8, help="rows of a batch, over all ranks")
-    parser.add_argument("--length", type=int, default=128, help="bytes of a row")
-    parser.add_argument("--accumulate", type=int, default=1, help="parts in which a rank goes through its rows")
+    parser.add_argument("--batch", type=int, default=8, help="global batch size, in rows")
+    parser.add_argument("--length", type=int, default=128, help="sequence length, in bytes")
+    parser.add_argument("--accumulate", type=int, default=1, help="gradient accumulation steps")
     parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradients")
+    parser.add_argument("--clip", type=float, default=1.0, help="maximum gradient norm")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8)
@@ -47,7 +48,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--compile", choices=["inductor"], help="compile each rank's program")
     parser.add_argument("--checkpoint", type=Path, help="directory of the checkpoint")
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint, if there is one")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint, if there is one")
     parser.add_argument("--export", type=Path, help="save the trained model here, as transformers does")
     parser.add_argument("--losses", type=Path, help="write the losses here: .csv, or .png with matplotlib")
     parser.add_argument("--sample", type=int, default=0, help="bytes to generate at the end")
@@ -55,7 +56,7 @@ def options() -> argparse.Namespace:
 
 
 def text() -> bytes:
-    """What Python and Debian ship: the same on all ranks of a machine."""
+    """The text: the same on all ranks of a machine."""
     from pydoc_data.topics import topics
 
     parts = [topics[name] for name in sorted(topics)]
@@ -67,14 +68,14 @@ def text() -> bytes:
 
 
 def rows(data: torch.Tensor, step: int, o: argparse.Namespace) -> torch.Tensor:
-    """The batch of a step, whichever ranks there are."""
+    """The global batch of a step, the same on every mesh."""
     generator = torch.Generator().manual_seed(o.seed * 1_000_003 + step)
     starts = torch.randint(len(data) - o.length, (o.batch,), generator=generator)
     return torch.stack([data[s : s + o.length] for s in starts.tolist()]).long()
 
 
 def learning_rate(step: int, o: argparse.Namespace) -> float:
-    """Up during the first steps, then down along a cosine."""
+    """Linear warm-up, then a cosine decay."""
     warm = min(20, o.steps // 10 + 1)
     if step < warm:
         return float(o.lr * (step + 1) / warm)
@@ -83,7 +84,7 @@ def learning_rate(step: int, o: argparse.Namespace) -> float:
 
 
 def build(ctx: paraxis.ParallelExecutionCtx, o: argparse.Namespace) -> Any:
-    """The model: made without memory, planned, and initialized shard by shard, the same on every mesh."""
+    """The model: built on meta, planned, and initialized shard by shard, the same on every mesh."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=o.width,
@@ -110,7 +111,7 @@ def build(ctx: paraxis.ParallelExecutionCtx, o: argparse.Namespace) -> Any:
 
 
 def train_step(model: Any, batch: torch.Tensor, ctx: paraxis.ParallelExecutionCtx, o: argparse.Namespace) -> float:
-    """Gradients of the whole batch; its loss."""
+    """Compute the gradients of the global batch; returns its loss."""
     mine = batch.chunk(ctx.dp_size)[ctx.dp_rank].to(ctx.current_device)
     parts = mine.chunk(o.accumulate)
     total = torch.zeros((), device=ctx.current_device)
@@ -126,6 +127,7 @@ def train_step(model: Any, batch: torch.Tensor, ctx: paraxis.ParallelExecutionCt
 
 
 def write_losses(path: Path, losses: list[float]) -> None:
+    """Write the losses as a plot or as a table."""
     if path.suffix == ".png":
         try:
             import matplotlib
@@ -148,6 +150,7 @@ def write_losses(path: Path, losses: list[float]) -> None:
 
 
 def generate(model: Any, ctx: paraxis.ParallelExecutionCtx, count: int) -> str:
+    """Text generated greedily after a fixed prompt."""
     prompt = torch.tensor([list(b"The ")], device=ctx.current_device)
     model.eval()
     tokens = model.generate(prompt, max_new_tokens=count, do_sample=False, pad_token_id=0)
@@ -155,18 +158,19 @@ def generate(model: Any, ctx: paraxis.ParallelExecutionCtx, count: int) -> str:
 
 
 def main() -> None:
+    """Train, resume, save and sample as the options say."""
     o = options()
     if "RANK" not in os.environ:
         sys.exit(f"start it with torchrun: torchrun --nproc-per-node={o.dp * o.tp} {' '.join(sys.argv)}")
     if o.batch % (o.dp * o.accumulate):
         sys.exit(f"--batch {o.batch} does not divide by --dp {o.dp} times --accumulate {o.accumulate}")
-    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for every rank, or none
+    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank, or none
     dist.init_process_group("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     if o.dp * o.tp != dist.get_world_size():
-        sys.exit(f"--dp {o.dp} × --tp {o.tp} are not the {dist.get_world_size()} ranks that torchrun has started")
+        sys.exit(f"--dp {o.dp} × --tp {o.tp} do not match the {dist.get_world_size()} ranks started by torchrun")
     mesh = init_device_mesh(device.type, (o.dp, o.tp), mesh_dim_names=("dp", "tp"))
     ctx = paraxis.ParallelExecutionCtx(mesh=mesh, current_device=device)
     say = print if ctx.is_first else lambda *_, **__: None

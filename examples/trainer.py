@@ -1,10 +1,11 @@
-"""`transformers.Trainer` with a parallel model: training, evaluation, checkpoints and going on from one.
+"""`transformers.Trainer` with a parallel model: training, evaluation, saving and resuming checkpoints.
 
     torchrun --nproc-per-node=2 examples/trainer.py --output /tmp/run           # six steps
-    torchrun --nproc-per-node=2 examples/trainer.py --output /tmp/run --steps 9 # goes on from the last checkpoint
+    torchrun --nproc-per-node=2 examples/trainer.py --output /tmp/run --steps 9 # resumes from the last checkpoint
     python examples/trainer.py --output /tmp/alone                              # the same model on one process
 
-The model is made from a configuration and learns the characters of a few lines of text. All runs print the same losses.
+The model is built from a configuration and trained on the characters of a few lines of text. All runs print the same
+losses.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def samples(text: str) -> list[dict[str, list[int]]]:
 
 
 def make_model() -> LlamaForCausalLM:
-    """The same weights on every rank: each draws them from the same seed."""
+    """The same weights on every rank, from the same seed."""
     set_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -48,14 +49,15 @@ def make_model() -> LlamaForCausalLM:
 
 
 def main() -> None:
+    """Train on one process, or on the ranks that torchrun has started."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="trainer-output", help="where checkpoints go; one that is there is resumed")
+    parser.add_argument("--output", default="trainer-output", help="where checkpoints go; an existing one is resumed")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
 
     model = make_model()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one for every rank, or none
+        cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank, or none
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
         dist.init_process_group("nccl" if cuda else "gloo")
         ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)
@@ -65,7 +67,7 @@ def main() -> None:
     arguments = TrainingArguments(
         output_dir=options.output,
         max_steps=options.steps,
-        per_device_train_batch_size=2,  # of the whole model: all ranks see the same batch
+        per_device_train_batch_size=2,  # the global batch size: all ranks see the same batch
         gradient_accumulation_steps=2,
         max_grad_norm=0.5,
         learning_rate=1e-2,
@@ -85,9 +87,9 @@ def main() -> None:
     trainer.save_model(os.path.join(options.output, "final"))  # every rank: an ordinary checkpoint
     if trainer.is_world_process_zero():
         for entry in trainer.state.log_history:
-            kept = {key: entry[key] for key in ("step", "loss", "grad_norm", "eval_loss") if key in entry}
-            if len(kept) > 1:
-                print(kept)
+            shown = {key: entry[key] for key in ("step", "loss", "grad_norm", "eval_loss") if key in entry}
+            if len(shown) > 1:
+                print(shown)
     if dist.is_initialized():
         dist.destroy_process_group()
 
