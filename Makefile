@@ -11,90 +11,92 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: venv test lint format demo zoo generation weights training plans exports bench loading docs transcripts screenshots clean
+.PHONY: help venv test test-long package-test lint format demo zoo generation weights training plans exports bench \
+	loading docs reference transcripts screenshots clean
 
-venv: $(STAMP)
+help: ## this list
+	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(STAMP) ## .venv with the versions in constraints.txt; all other targets create it
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# `make test PARAXIS_LONG=1` also runs the tests that take long.
-export PARAXIS_LONG
-
-# Two halves run beside one another: ranks leave a core idle now and then. In the first, many need no ranks.
+# Two halves run at the same time: ranks leave a core idle now and then. In the first, many tests need no ranks.
 BESIDE := tests/rules tests/solver tests/capture tests/kernels tests/passes tests/zoo tests/distributed tests/layers \
-	tests/weights tests/test_explaining.py tests/test_inputs.py tests/test_placement.py tests/test_plan.py \
-	tests/test_progress.py tests/test_report.py
+	tests/weights tests/plan tests/test_inputs.py tests/placement tests/report \
+	tests/test_progress.py
 
-test: lint
+test: lint ## lint and all tests but the long ones: what every commit must pass
 	@mkdir -p build; \
 	$(BIN)/python -m pytest $(BESIDE) > build/beside.txt 2>&1 & beside=$$!; \
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(BESIDE)); ranks=$$?; \
 	wait $$beside; others=$$?; cat build/beside.txt; exit $$((ranks || others))
 
-lint: venv
+# The tests marked `long` too (PARAXIS_LONG=1): hours.
+test-long: export PARAXIS_LONG := 1
+test-long: test ## all tests, hours
+
+# Downloads torch and everything else once more.
+package-test: venv ## install the wheel into an empty environment and run the demo there
+	PARAXIS_PACKAGE=1 $(BIN)/python -m pytest tests/test_packaging.py
+
+lint: venv ## ruff, mypy, import contracts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy paraxis
 
-format: venv
+format: venv ## ruff's fixes
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-demo: venv
+demo: venv ## a small Llama on TP=2 processes of this machine, compared with the unsharded model
 	$(BIN)/paraxis demo --tp $(TP)
 
-# Every architecture against the unsharded one; hours. It goes on where it was stopped: `rm -r build` to start anew.
-# A few of them: `make zoo ONLY=llama,gpt2 TP=4`.
-zoo: venv
+# Resumes where it was stopped: `rm -r build` to start again. Some of them: `make zoo ONLY=llama,gpt2 TP=4`.
+zoo: venv ## every architecture against the unsharded model, hours; ONLY=llama,gpt2 for some
 	cd tests && ../$(BIN)/python -m zoo --state ../build/zoo.jsonl \
 		$(if $(ONLY),--only '$(ONLY)' --tp $(TP),--page ../docs/results/zoo.md)
 
-# Generation in its modes (caches, beams, padding, sampling) on many architectures; about half an hour.
-generation: venv
+generation: venv ## generate() in its modes on many architectures, half an hour
 	cd tests && ../$(BIN)/python -m zoo.generation --page ../docs/results/generation.md
 
-# Checkpoints loaded and saved by 2 and 4 ranks, compared bit by bit, on many architectures; half an hour.
-weights: venv
+weights: venv ## checkpoints loaded and saved by 2 and 4 ranks, compared bit by bit, half an hour
 	cd tests && ../$(BIN)/python -m zoo.weights --state ../build/weights.jsonl --page ../docs/results/weights.md
 
-# Steps of AdamW beside the unsharded model, on many architectures; an hour.
-training: venv
+training: venv ## AdamW steps against the unsharded model on many architectures, an hour
 	cd tests && ../$(BIN)/python -m zoo.training --state ../build/training.jsonl --page ../docs/results/training.md
 
-# Plans beside the hand-written ones of transformers; ten minutes.
-plans: venv
+plans: venv ## plans against those that transformers ships, ten minutes
 	cd tests && ../$(BIN)/python -m zoo.plans --page ../docs/results/plans.md
 
-# Exported plans run by transformers and torch, for every type of causal language model; an hour and a half.
-exports: venv
+exports: venv ## exported plans run by transformers and torch, an hour and a half
 	cd tests && ../$(BIN)/python -m zoo.exports --state ../build/exports.jsonl --page ../docs/results/exports.md \
 		$(if $(ONLY),--only '$(ONLY)')
 
-# Side by side with transformers' tensor parallelism and others; about half an hour. `make bench SHAPES=llama`.
 SHAPES ?= llama,gpt2,mixtral
-bench: venv
+bench: venv ## speed against transformers' tensor parallelism and DTensor, half an hour; SHAPES=llama for one
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/generation.py --shapes $(SHAPES) --tp $(TP) --out docs/results
 
-# Checkpoints of over 2 GB, side by side with transformers; ten minutes.
-loading: venv
+loading: venv ## loading of 2 GB checkpoints against transformers, ten minutes
 	$(BIN)/python benchmarks/loading.py --out docs/results
 
-# The documentation as a site of plain files; links that lead nowhere fail.
-docs: venv
-	cd docs && ../$(BIN)/python -m maker build ../build/site
+docs: venv ## the site, in build/site; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# What the commands in the documentation print, run again; five minutes. `make transcripts PAGES=tutorial=verify`.
-transcripts: venv
-	cd docs && ../$(BIN)/python -m maker transcripts $(PAGES)
+reference: venv ## docs/reference and the module map of CONTRIBUTING.md, from docstrings
+	cd docs && ../$(BIN)/python -m tools reference
 
-# Pictures of the report, by Chromium.
-screenshots: venv
-	cd docs && ../$(BIN)/python -m maker screenshots
+# PAGES=tutorial=verify: of pages named like tutorial, those whose commands contain verify.
+transcripts: venv ## run the commands shown in docs/ again and paste their output, five minutes
+	cd docs && ../$(BIN)/python -m tools transcripts $(PAGES)
 
-clean:
+screenshots: venv ## pictures of the report; needs chromium
+	cd docs && ../$(BIN)/python -m tools screenshots
+
+clean: ## remove .venv, build and caches
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
