@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import textwrap
 from pathlib import Path
@@ -129,6 +130,18 @@ def test_the_site_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert (tmp_path / "source/examples/serve.py.html").is_file()
     for file in tmp_path.rglob("*.html"):
         assert not re.search(r'(?:src|<link[^>]*href)="https?:', file.read_text()), file
+
+
+def test_quoted_messages_exist() -> None:
+    """The messages that the troubleshooting guide explains are those of the source."""
+    guide = ALL["docs/guides/troubleshooting.md"].text
+    rows = guide.partition("| message | what it means |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    quoted = [row.split("|")[1].strip().replace("`", "") for row in rows]
+    assert len(quoted) > 8
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (page.ROOT / "paraxis").rglob("*.py"))
+    constants = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    said = "\n".join(value for value in constants if isinstance(value, str))
+    assert not [message for message in quoted if message not in said]
 
 
 def test_transcripts_hold_no_paths_of_the_machine() -> None:
