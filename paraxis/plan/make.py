@@ -105,8 +105,9 @@ def search_plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
     """
     ctx.state.aliases = tied_names(model)
     install_output_hooks(model)  # on all blocks, not only on those that are captured now
-    args, kwargs = example_call(model, examples, ctx.current_device, config.objective)
-    check_names(parse(config.constraints), {name: ctx.state.aliases.get(name, [name]) for name in ctx.param_cache})
+    with on_all_ranks(ctx.world_group, "preparing the plan", config.sync_timeout):
+        args, kwargs = example_call(model, examples, ctx.current_device, config.objective)
+        check_names(parse(config.constraints), {name: ctx.state.aliases.get(name, [name]) for name in ctx.param_cache})
     shown = config.show_progress and ctx.rank == 0
     with ctx.timed("capture"), stage("Capturing the model", shown):
         first, repeated = _capture_first_blocks(model, args, kwargs, ctx, config)

@@ -1,4 +1,4 @@
-"""Running by a plan that was saved before."""
+"""Applying a plan: one that was saved before runs the model like one that is searched."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def by_plan(name: str, folder: str, plan: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["gpt2"])
-def test_the_model_runs_by_it(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_the_model_runs_by_a_saved_plan(ranks: Any, tmp_path: Path, name: str) -> None:
     find(name).make().save_pretrained(tmp_path)  # type: ignore[operator]
     plan = plan_model(tmp_path, 2)
     plan.save(str(tmp_path / "plan.json"))
@@ -54,7 +54,7 @@ def refused(folder: str, plan: str) -> str:
     return str(caught.value)
 
 
-def test_plans_that_do_not_fit(ranks: Any, tmp_path: Path) -> None:
+def test_plans_that_do_not_fit_are_refused(ranks: Any, tmp_path: Path) -> None:
     find("llama").make().save_pretrained(tmp_path / "model")  # type: ignore[operator]
     plan = plan_model(tmp_path / "model", 2).to_json()
     name = "model.layers.1.mlp.up_proj.weight"
@@ -71,12 +71,12 @@ def test_plans_that_do_not_fit(ranks: Any, tmp_path: Path) -> None:
         assert all(message in told for told in ranks(2).run(refused, str(tmp_path / "model"), str(path))), kind
 
 
-def test_ranks_with_different_plans(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_with_different_plans_are_refused(ranks: Any, tmp_path: Path) -> None:
     find("llama").make().save_pretrained(tmp_path / "model")  # type: ignore[operator]
     plan_model(tmp_path / "model", 2).save(str(tmp_path / "plan_0.json"))
-    plan_model(tmp_path / "model", 2, constraints={"lm_head": "whole"}).save(str(tmp_path / "plan_1.json"))
+    plan_model(tmp_path / "model", 2, constraints={"lm_head": "replicated"}).save(str(tmp_path / "plan_1.json"))
     told = ranks(2).run(refused_by_rank, str(tmp_path))
-    assert all("rank 1 was given another plan than rank 0" in text for text in told)
+    assert all("rank 1 was passed another plan than rank 0" in text for text in told)
 
 
 def refused_by_rank(folder: str) -> str:
