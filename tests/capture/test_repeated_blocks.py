@@ -1,4 +1,4 @@
-"""Planning deep models by their first blocks."""
+"""Repeated blocks: which ones are planned, and that the plan holds for the others."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Stack(nn.Module):
         return x
 
 
-def kept(blocks: list[nn.Module]) -> tuple[int, dict[int, int]] | None:
+def planned(blocks: list[nn.Module]) -> tuple[int, dict[int, int]] | None:
     found = find_repeated(Stack(blocks))
     return (found[0].planned, found[0].like) if found else None
 
 
-def test_blocks_that_differ_in_their_number_only_are_alike() -> None:
-    assert kept([Block(i) for i in range(6)]) == (2, {2: 1, 3: 1, 4: 1, 5: 1})
+def test_blocks_that_differ_only_in_their_index_are_of_one_kind() -> None:
+    assert planned([Block(i) for i in range(6)]) == (2, {2: 1, 3: 1, 4: 1, 5: 1})
 
 
-def test_every_kind_is_kept() -> None:
+def test_every_kind_is_planned() -> None:
     widths = [16, 16, 24, 16, 16, 24, 16, 16, 24]
-    assert kept([Block(i, n) for i, n in enumerate(widths)]) == (6, {6: 4, 7: 4, 8: 5})
+    assert planned([Block(i, n) for i, n in enumerate(widths)]) == (6, {6: 4, 7: 4, 8: 5})
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_every_kind_is_kept() -> None:
         [*(Block(i) for i in range(5)), Block(5, 24)],
         [Block(0), *(nn.Sequential(Block(i)) if i % 2 else Block(i) for i in range(1, 4))],
     ],
-    ids=["few", "an attribute that the forward uses", "a last one of its own", "too few of each kind"],
+    ids=["few", "different attributes", "a different last block", "few of each kind"],
 )
-def test_others_are_planned_whole(blocks: list[nn.Module]) -> None:
-    assert kept(blocks) is None
+def test_other_lists_are_planned_in_full(blocks: list[nn.Module]) -> None:
+    assert planned(blocks) is None
 
 
-def test_the_model_is_whole_again_afterwards() -> None:
+def test_the_model_has_all_blocks_again_afterwards() -> None:
     model = Stack([Block(i) for i in range(6)])
     with without_repeats(model, find_repeated(model)):
         assert len(model.blocks) == 2
@@ -80,15 +80,15 @@ def deep(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("gemma2", marks=long)])
 def test_the_plan_is_that_of_all_blocks(kind: str) -> None:
-    found, whole = plan_model(deep(kind), 4), plan_model(deep(kind), 4, plan_by_blocks=False)
-    data, expected = found.to_json(), whole.to_json()
+    by_blocks, full = plan_model(deep(kind), 4), plan_model(deep(kind), 4, plan_by_blocks=False)
+    data, expected = by_blocks.to_json(), full.to_json()
     assert data.pop("cost") == pytest.approx(expected.pop("cost"))
     for name in ("parameters", "layers", "collectives", "sharded_fraction", "unplanned", "optimal"):
         assert data[name] == expected[name], name
     assert sorted(map(str, data["replicated"])) == sorted(map(str, expected["replicated"]))
 
 
-def test_a_forward_that_counts_on_all_its_blocks() -> None:
+def test_a_forward_that_needs_all_blocks_is_planned_in_full() -> None:
     class Counting(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.blocks[5](super().forward(x))
