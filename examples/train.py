@@ -170,7 +170,7 @@ def main() -> None:
     if cuda:
         torch.cuda.set_device(device)
     if o.dp * o.tp != dist.get_world_size():
-        sys.exit(f"--dp {o.dp} × --tp {o.tp} do not match the {dist.get_world_size()} ranks started by torchrun")
+        sys.exit(f"--dp {o.dp} × --tp {o.tp} are not the {dist.get_world_size()} ranks started by torchrun")
     mesh = init_device_mesh(device.type, (o.dp, o.tp), mesh_dim_names=("dp", "tp"))
     ctx = paraxis.ParallelExecutionCtx(mesh=mesh, current_device=device)
     say = print if ctx.is_first else lambda *_, **__: None
