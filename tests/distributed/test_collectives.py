@@ -1,4 +1,4 @@
-"""Collectives: what they compute, what they leave alone, and what they say when they fail."""
+"""Collectives: values, dtypes, counting, and errors that name collective and rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from placed import each
+from distributed.values import values_of
+from helpers.shards import run_all
 
 import paraxis.distributed as pd
 from paraxis.distributed import CollectiveError, count_collectives
@@ -21,15 +22,9 @@ Ranks = Callable[[int], RankPool]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.uint8]
 
 
-def mine(shape: tuple[int, ...], rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What each rank brings: small integers, which every dtype adds up exactly."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, 8, shape, generator=generator).to(dtype)
-
-
 def all_collectives(shape: tuple[int, ...], dtype: torch.dtype, dim: int, transpose: bool) -> dict[str, Any]:
     group, rank, world = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    x = mine(shape, rank, dtype)
+    x = values_of(shape, rank, dtype)
     if transpose:
         x = x.transpose(0, -1).contiguous().transpose(0, -1)
     before = x.clone()
@@ -49,9 +44,9 @@ def all_collectives(shape: tuple[int, ...], dtype: torch.dtype, dim: int, transp
 def test_values(ranks: Ranks, world: int) -> None:
     shape = (4, 8, 4)
     cases = [(dtype, 1, False) for dtype in DTYPES] + [(torch.float32, d, t) for d in (0, -1) for t in (0, 1)]
-    jobs = ranks(world).run(each, all_collectives, [(shape, d, dim, bool(t)) for d, dim, t in cases])
+    jobs = ranks(world).run(run_all, all_collectives, [(shape, d, dim, bool(t)) for d, dim, t in cases])
     for case, (dtype, dim, _) in enumerate(cases):
-        all_x = [mine(shape, rank, dtype) for rank in range(world)]
+        all_x = [values_of(shape, rank, dtype) for rank in range(world)]
         total = torch.stack(all_x).sum(0).to(dtype)
         for rank, result in enumerate(job[case] for job in jobs):
             expected = {
@@ -169,62 +164,7 @@ def test_the_death_of_a_rank_is_reported() -> None:
     assert "rank 1 of 2: all_gather of a bfloat16 tensor of shape (2,) failed" in survivor.message
 
 
-# -- differentiable pairs -----------------------------------------------------------------------------------
-
-PAIRS = {
-    "identity": pd.differentiable_identity,
-    "all_reduce": pd.differentiable_all_reduce_sum,
-    "all_gather": pd.differentiable_all_gather,
-    "scatter": pd.differentiable_scatter,
-    "gather_parts": pd.differentiable_all_gather_reduce_scatter,
-    "reduce_scatter": pd.differentiable_reduce_scatter_sum,
-}
-
-
-def apply_pair(name: str, x: torch.Tensor) -> torch.Tensor:
-    dims = () if name in ("identity", "all_reduce") else (1,)
-    return PAIRS[name](x, dist.group.WORLD, *dims)
-
-
-def forward_and_backward(name: str, compiled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    rank = dist.get_rank()
-    x = mine((2, 4, 3), rank).requires_grad_()
-    run = torch.compile(apply_pair, backend="aot_eager", fullgraph=True) if compiled else apply_pair
-    y = run(name, x)
-    y.backward(mine(tuple(y.shape), rank + 10))
-    assert x.grad is not None
-    return y.detach(), x.grad
-
-
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_pairs(ranks: Ranks, compiled: bool) -> None:
-    world = 2
-    xs = [mine((2, 4, 3), rank) for rank in range(world)]
-    jobs = ranks(world).run(each, forward_and_backward, [(name, compiled) for name in PAIRS])
-    for name, *results in zip(PAIRS, *jobs):
-        grads = [mine(tuple(results[0][0].shape), rank + 10) for rank in range(world)]
-        for rank, (y, grad) in enumerate(results):
-            forward = {
-                "identity": lambda rank=rank: xs[rank],
-                "all_reduce": lambda: xs[0] + xs[1],
-                "all_gather": lambda: torch.cat(xs, 1),
-                "scatter": lambda rank=rank: xs[rank].chunk(world, 1)[rank],
-                "gather_parts": lambda: torch.cat(xs, 1),
-                "reduce_scatter": lambda rank=rank: (xs[0] + xs[1]).chunk(world, 1)[rank],
-            }
-            backward = {
-                "identity": lambda: grads[0] + grads[1],  # noqa: B023
-                "all_reduce": lambda rank=rank: grads[rank],  # noqa: B023
-                "all_gather": lambda rank=rank: grads[rank].chunk(world, 1)[rank],  # noqa: B023
-                "scatter": lambda: torch.cat(grads, 1),  # noqa: B023
-                "gather_parts": lambda rank=rank: (grads[0] + grads[1]).chunk(world, 1)[rank],  # noqa: B023
-                "reduce_scatter": lambda: torch.cat(grads, 1),  # noqa: B023
-            }
-            assert torch.equal(y, forward[name]()), name
-            assert torch.equal(grad, backward[name]()), name
-
-
-def test_one_rank_of_a_fake_group_runs_alone() -> None:
+def test_one_rank_of_a_fake_group_needs_no_others() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)

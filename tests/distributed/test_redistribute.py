@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.shards import local_shard, pad_to_full, sum_shards
 from marks import long
-from placed import assemble, cut, spread
 
 from paraxis.distributed import redistribute
 from paraxis.placement import PARTIAL, REPLICATE, SHARED, Layout, Placement, Shard
@@ -47,26 +47,26 @@ def noise(seed: int) -> torch.Tensor:
 
 def values(placement: Placement, world: int) -> list[torch.Tensor]:
     """What every rank holds of the tensor `noise(0)`."""
-    whole = noise(0)
+    full = noise(0)
     if placement == PARTIAL:
         terms = [noise(1 + rank) for rank in range(world - 1)]
-        return [*terms, whole - sum(terms)]
-    return [cut(whole, placement, rank) for rank in range(world)]
+        return [*terms, full - sum(terms)]
+    return [local_shard(full, placement, rank) for rank in range(world)]
 
 
 def gradients(placement: Placement, world: int) -> list[torch.Tensor]:
     """What every rank holds of the gradient `noise(100)`: in arbitrary parts where elements have copies."""
-    whole = noise(100)
+    full = noise(100)
     if not isinstance(placement, Shard):
-        return [whole] * world
-    parts, rest = [], whole.clone()
+        return [full] * world
+    parts, rest = [], full.clone()
     later = torch.zeros(SHAPE)
-    holders = [spread(torch.ones_like(cut(whole, placement, r)), placement, SHAPE, r) for r in range(world)]
+    holders = [pad_to_full(torch.ones_like(local_shard(full, placement, r)), placement, SHAPE, r) for r in range(world)]
     for rank in range(world):
         later = sum(holders[rank + 1 :], torch.zeros(SHAPE))
         part = torch.where(later > 0, noise(101 + rank), rest) * holders[rank]
         rest = rest - part
-        parts.append(cut(part, placement, rank))
+        parts.append(local_shard(part, placement, rank))
     return parts
 
 
@@ -86,22 +86,22 @@ def move_all(world: int) -> dict[tuple[str, str], tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_between_pairs(ranks: Callable[[int], RankPool], world: int) -> None:
+def test_values_and_gradients_between_all_pairs(ranks: Callable[[int], RankPool], world: int) -> None:
     results = ranks(world).run(move_all, world)
-    known, whole, gradient = placements(world), noise(0), noise(100)
-    assert len(results[0]) >= len(known) ** 2 // (world - 1)  # of many ranks a part of the pairs
+    known, full, gradient = placements(world), noise(0), noise(100)
+    assert len(results[0]) >= len(known) ** 2 // (world - 1)  # with many ranks a subset of the pairs
     for a, b in results[0]:
         source, target = known[a], known[b]
         moved = [result[a, b][0] for result in results]
         grads = [result[a, b][1] for result in results]
         if target == PARTIAL:
-            torch.testing.assert_close(torch.stack(moved).sum(0), whole, msg=f"{a} to {b}")
+            torch.testing.assert_close(torch.stack(moved).sum(0), full, msg=f"{a} to {b}")
         else:
             for rank, y in enumerate(moved):
-                expected = cut(whole, target, rank)
+                expected = local_shard(full, target, rank)
                 torch.testing.assert_close(y, expected, msg=lambda m, p=(a, b): f"{p}: {m}")
         if isinstance(source, Shard):
-            grads = [assemble(grads, source, SHAPE)]
+            grads = [sum_shards(grads, source, SHAPE)]
         for grad in grads:
             torch.testing.assert_close(grad, gradient, msg=lambda m, p=(a, b): f"gradient, {p}: {m}")
 
@@ -130,11 +130,11 @@ def move_compiled() -> None:
 
 
 @long
-def test_compiled(ranks: Callable[[int], RankPool]) -> None:
+def test_compiled_redistribution_is_that_of_eager(ranks: Callable[[int], RankPool]) -> None:
     ranks(2).run(move_compiled)
 
 
-def test_the_oracle_gives_every_element_its_gradient() -> None:
+def test_the_reference_gives_every_element_its_gradient() -> None:
     for placement in placements(4).values():
         if isinstance(placement, Shard):
-            torch.testing.assert_close(assemble(gradients(placement, 4), placement, SHAPE), noise(100))
+            torch.testing.assert_close(sum_shards(gradients(placement, 4), placement, SHAPE), noise(100))

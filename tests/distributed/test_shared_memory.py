@@ -1,4 +1,4 @@
-"""Ranks of one machine meet in shared memory: values, chunks, modes, and what happens when a rank is missing."""
+"""Collectives through shared memory: values, chunks, inference mode, and ranks that fail."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ranks = Callable[[int], RankPool]
 
 
 def sums(shape: tuple[int, ...], capacity: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, bool]:
-    """(sum by us, sum by gloo, gathered by us, whether shared memory was used)"""
+    """(sum through shared memory, sum by gloo, all-gather through shared memory, whether it was used)"""
     group: Any = dist.group.WORLD
     found = module.shared_memory_of(group)
     if found is not None:
@@ -34,7 +34,7 @@ def sums(shape: tuple[int, ...], capacity: int) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("shape", "capacity"), [((3, 5), 4096), ((3, 5), 64), ((1000,), 64), ((0, 4), 64), ((), 64)])
-def test_values_in_one_piece_and_in_several(ranks: Ranks, world: int, shape: tuple[int, ...], capacity: int) -> None:
+def test_values_in_one_chunk_and_in_several(ranks: Ranks, world: int, shape: tuple[int, ...], capacity: int) -> None:
     if not shape:
         shape = (1,)
     results = ranks(world).run(sums, shape, capacity)
@@ -55,14 +55,14 @@ def in_modes() -> list[torch.Tensor]:
         second = pd.all_reduce(x, group)
     leaf = x.clone().requires_grad_()
     third = pd.differentiable_all_reduce_sum(leaf, group)
-    third *= 1  # a caller may change in place what it was given
-    whole = pd.differentiable_all_gather(leaf, group, 0)
-    whole *= 1
+    third *= 1  # a caller may write to the result
+    gathered = pd.differentiable_all_gather(leaf, group, 0)
+    gathered *= 1
     third.sum().backward()
     return [first.clone(), second, third.detach(), leaf.grad]  # type: ignore[list-item]
 
 
-def test_modes(ranks: Ranks) -> None:
+def test_results_do_not_depend_on_the_mode_of_the_first_call(ranks: Ranks) -> None:
     for first, second, third, gradient in ranks(2).run(in_modes):
         assert torch.equal(first, second) and torch.equal(second, third) and bool((first == 3).all())
         assert bool((gradient == 1).all())
@@ -79,13 +79,13 @@ def one_dies() -> float:
     return time.monotonic() - started
 
 
-def test_a_rank_that_is_killed() -> None:
+def test_a_killed_rank_is_reported() -> None:
     results = spawn_ranks(2, one_dies)
     assert results[0].value < 10
     assert results[1].exit_code == -signal.SIGKILL
 
 
-def not_alike() -> str:
+def different_collectives() -> str:
     group: Any = dist.group.WORLD
     pd.all_reduce(torch.ones(2), group)
     with pytest.raises(CollectiveError) as error:
@@ -96,13 +96,13 @@ def not_alike() -> str:
     return str(error.value)
 
 
-def test_ranks_that_do_different_things() -> None:
-    first, second = (result.value for result in spawn_ranks(2, not_alike))
+def test_ranks_in_different_collectives_fail() -> None:
+    first, second = (result.value for result in spawn_ranks(2, different_collectives))
     assert "rank 1 is in all_gather of 8 bytes" in first
     assert "rank 0 is in all_reduce of 32 bytes" in second
 
 
-def turned_off() -> tuple[bool, float]:
+def disabled_on_one_rank() -> tuple[bool, float]:
     os.environ["PARAXIS_SHARED_MEMORY"] = "0" if dist.get_rank() == 1 else "1"
     try:
         group: Any = dist.new_group()
@@ -111,6 +111,6 @@ def turned_off() -> tuple[bool, float]:
         del os.environ["PARAXIS_SHARED_MEMORY"]
 
 
-def test_all_ranks_or_none(ranks: Ranks) -> None:
-    assert ranks(2).run(turned_off) == [(True, 2.0)] * 2
+def test_all_ranks_use_it_or_none(ranks: Ranks) -> None:
+    assert ranks(2).run(disabled_on_one_rank) == [(True, 2.0)] * 2
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("paraxis-")]

@@ -1,4 +1,4 @@
-"""A step that fails on one rank fails on all, at once and with the reason."""
+"""A step that fails on one rank fails on all, immediately and with the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import pytest
 import torch.distributed as dist
 from weights.tiny_models import fake_rank
 
-from paraxis.distributed.consensus import all_gather_object, on_all_ranks, raise_on_all_ranks
+from paraxis.distributed.consensus import (
+    all_gather_object,
+    is_rank0_only,
+    on_all_ranks,
+    raise_on_all_ranks,
+    rank0_only,
+)
 from paraxis.errors import CheckpointError
 from ranks import spawn_ranks
 
@@ -31,7 +37,7 @@ def fails(culprits: list[int], kind: str) -> Any:
     return caught(body)
 
 
-def agrees(error_on: int) -> Any:
+def reports(error_on: int) -> Any:
     return caught(lambda: raise_on_all_ranks(None, "disk full" if dist.get_rank() == error_on else None, "saving"))
 
 
@@ -65,7 +71,7 @@ def host_of_the_store_fails() -> None:
 
 def test_success(ranks) -> None:  # type: ignore[no-untyped-def]
     assert ranks(2).run(fails, [], "key") == [None, None]
-    assert ranks(2).run(agrees, 5) == [None, None]
+    assert ranks(2).run(reports, 5) == [None, None]
 
 
 def test_checkpoint_errors_are_the_same_everywhere(ranks) -> None:  # type: ignore[no-untyped-def]
@@ -83,8 +89,8 @@ def test_each_failing_rank_has_its_own_error(ranks) -> None:  # type: ignore[no-
     assert [message for _, message in results] == ["from rank 0", "from rank 1"]
 
 
-def test_messages(ranks) -> None:  # type: ignore[no-untyped-def]
-    first, second = ranks(2).run(agrees, 0)
+def test_messages_name_the_step_and_the_rank(ranks) -> None:  # type: ignore[no-untyped-def]
+    first, second = ranks(2).run(reports, 0)
     assert first == ("RuntimeError", "saving: disk full")
     assert second == ("RuntimeError", "saving: rank 0 failed: disk full")
 
@@ -107,7 +113,7 @@ def test_the_reason_arrives_although_the_failing_rank_ends() -> None:
     assert [(o.error, o.message) for o in outcomes] == [("CheckpointError", "the reason")] * 2
 
 
-def test_alone() -> None:
+def test_a_single_rank_exchanges_nothing() -> None:
     raise_on_all_ranks(None, None, "nothing")
     assert all_gather_object(None, 3, "nothing") == [3]
     with pytest.raises(RuntimeError, match="saving: disk full"):
@@ -116,3 +122,14 @@ def test_alone() -> None:
         raise KeyError("x")
     with fake_rank(1, 4) as group:
         assert all_gather_object(group, 3, "nothing") == [3]
+
+
+def work_of_rank0() -> tuple[bool, list[int]]:
+    if dist.get_rank() == 0:
+        with rank0_only():
+            assert is_rank0_only() and all_gather_object(None, 1, "alone") == [1]
+    return is_rank0_only(), all_gather_object(None, dist.get_rank(), "together")
+
+
+def test_rank_0_may_work_for_the_others(ranks: Any) -> None:
+    assert ranks(2).run(work_of_rank0) == [(False, [0, 1])] * 2
