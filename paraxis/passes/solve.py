@@ -17,9 +17,9 @@ from ..solver import (
     Candidates,
     CostModel,
     Program,
+    Requirements,
     Solution,
     Step,
-    Wanted,
     account,
     machine_of,
     on_one_rank,
@@ -100,7 +100,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
         program = Program(aten, names, fixed, world)
         keep = marked or not config.gather_outputs
         model = cost_model(ctx, config, world)
-        wanted = Wanted(
+        required = Requirements(
             parse(config.constraints),
             ctx.state.aliases,
             None if alone else config.memory_limit,
@@ -108,7 +108,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
         )
         with ctx.timed("search"):
             solution, candidates = solve(
-                program, model, wanted, keep_sharded=keep, sequence=bool(config.enable_sequence_parallel)
+                program, model, required, keep_sharded=keep, sequence=bool(config.enable_sequence_parallel)
             )
         spent = account(program, solution, model)
         if alone:
@@ -148,7 +148,7 @@ def cost_model(ctx: ParallelExecutionCtx, config: Config, world: int) -> CostMod
     """The costs that a graph is solved with."""
     backward = config.objective == "training" and (ctx.state.planning or torch.is_grad_enabled())
     model = CostModel.on(machine_of(config.machine), world, backward=backward)
-    return replace(model, unsplit=0.0) if config.enable_sequence_parallel == "auto" else model
+    return replace(model, unscattered=0.0) if config.enable_sequence_parallel == "auto" else model
 
 
 def _is_other(found: ParameterInput, known: object) -> bool:

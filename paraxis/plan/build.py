@@ -102,9 +102,9 @@ class PlanBuilder:
                         placement = self.parameters[name].placement
                         self.add_parameter(other, placement, shapes[other], reasons.get(name, ""))
                 inside = [s for s in solved.program.steps if each.renamed(f"{captured_module_of(s.node)}.", index)]
-                talk = sum(solved.account.talk.get(s, 0.0) for s in inside)
+                talk = sum(solved.account.comm.get(s, 0.0) for s in inside)
                 self.cost += sum(solved.solution.costs.get(s, 0.0) for s in inside)
-                self.seconds += talk + sum(solved.account.work.get(s, 0.0) for s in inside)
+                self.seconds += talk + sum(solved.account.compute.get(s, 0.0) for s in inside)
                 self.communication += talk
             self.layers = _repeat(self.layers, each, lambda x: x.name, lambda x, name: replace(x, name=name))
             self.collectives = _repeat(

@@ -19,8 +19,8 @@ from ..placement import REPLICATE, Partial, Placement, Shard, local_shape
 from ..rules import InputPlacement, Strategy
 from ..rules.base import Unplaced
 from ..solver import Account, Solution, Step, Unsatisfiable, Value, account, search
+from ..solver.choices import Permit
 from ..solver.constraints import Constraints, parse, weight_axes
-from ..solver.search import Permit
 from .offline import Planned, plan_offline
 
 
@@ -212,7 +212,7 @@ class _Explainer:
         ]
         name = f"{captured_module_of(step.node) or 'the model'}: {step.node.name} ({step.call.target})"
         shape = tuple(n if isinstance(n, int) else -1 for n in step.call.outputs[0].shape)
-        inputs = ", ".join(map(_placement_text, self.solved.solution.given[step])) or "none"
+        inputs = ", ".join(map(_placement_text, self.solved.solution.input_placements[step])) or "none"
         reason = f"Its inputs arrive as: {inputs}. It needs them as: {', '.join(map(_placement_text, chosen.inputs))}."
         return self._explanation(name, shape, _output_text(chosen.outputs), reason, alternatives)
 

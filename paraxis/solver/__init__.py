@@ -1,8 +1,10 @@
-"""Choosing a placement for every tensor: the program, the candidate layouts, the cost and the search."""
+"""Choosing a placement for every tensor: the program, candidate layouts, costs, constraints and the search."""
 
+from ..errors import ConstraintError
 from .account import Account, account
-from .constrained import Wanted, solve
-from .constraints import Constraint, ConstraintError
+from .choices import Permit
+from .constrained import Requirements, solve
+from .constraints import Constraint
 from .cost import CostModel
 from .machine import PRESETS, Link, Machine, machine_of
 from .program import Program, Step, Value
@@ -19,12 +21,13 @@ __all__ = [
     "CostModel",
     "Link",
     "Machine",
+    "Permit",
     "Program",
+    "Requirements",
     "Solution",
     "Step",
     "Unsatisfiable",
     "Value",
-    "Wanted",
     "account",
     "machine_of",
     "on_one_rank",

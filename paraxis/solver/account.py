@@ -1,4 +1,4 @@
-"""What a solution takes: time, collectives and memory, without the prices that made it the one to choose."""
+"""What a solution takes: time, collectives and memory, without the prices that only guide the search."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate
-from ..rules.base import Unplaced
+from ..rules import Unplaced
 from .cost import CostModel, collective_between, nbytes
 from .moves import settled
 from .program import Program, Step, Value, hint, tensor_of
@@ -20,57 +20,60 @@ from .solution import Solution
 
 @dataclass
 class Account:
-    """Seconds of one pass, and what is sent in it.
+    """Seconds of one pass, and its collectives.
 
     Attributes:
-        work: Seconds of computing and of memory traffic, by step.
-        talk: Seconds of collectives, by step: those that it needs its inputs for.
-        sent: Every collective of the forward pass: its kind, what it brings together, and the bytes of that.
+        compute: Seconds of compute and memory traffic, by step.
+        comm: Seconds of the collectives on the inputs of a step, by step.
+        sent: Every collective of the forward pass: its kind, the tensor, and the bytes of the full tensor.
     """
 
-    work: dict[Step, float] = field(default_factory=dict)
-    talk: dict[Step, float] = field(default_factory=dict)
+    compute: dict[Step, float] = field(default_factory=dict)
+    comm: dict[Step, float] = field(default_factory=dict)
     sent: list[tuple[str, Value, int]] = field(default_factory=list)
 
     @property
     def communication(self) -> float:
-        return sum(self.talk.values())
+        """Seconds of all collectives."""
+        return sum(self.comm.values())
 
     @property
     def seconds(self) -> float:
-        return sum(self.work.values()) + self.communication
+        """Seconds of everything."""
+        return sum(self.compute.values()) + self.communication
 
     @property
     def collectives(self) -> Counter[str]:
+        """How many collectives of each kind there are."""
         return Counter(kind for kind, _, _ in self.sent)
 
 
 def account(program: Program, solution: Solution, model: CostModel) -> Account:
-    """Go through a solution and add up."""
+    """Add up what the steps of a solution take."""
     plain, total = model.without_prices(), Account()
     uses = Counter(v for step in program.steps if step.call for v in step.inputs)
     final: dict[Value, Placement] = {}
 
-    def send(step: Step, value: Value, size: int, given: Placement, need: Placement) -> None:
-        kind = collective_between(given, need)
+    def send(step: Step, value: Value, size: int, now: Placement, need: Placement) -> None:
+        kind = collective_between(now, need)
         if kind is not None:
             total.sent.append((kind, value, size))
-        seconds = plain.move(given, need, size)
+        seconds = plain.move(now, need, size)
         if value in program.learned:
-            seconds += plain.return_gradient(given, need, size, uses[value])
-        total.talk[step] = total.talk.get(step, 0.0) + seconds
+            seconds += plain.return_gradient(now, need, size, uses[value])
+        total.comm[step] = total.comm.get(step, 0.0) + seconds
 
     for step in program.steps:
         if step.call is None or step not in solution.strategies:
             continue
         strategy = solution.strategies[step]
-        total.work[step] = plain.run(step.call, strategy)
-        before = dict(zip(step.inputs, solution.given[step], strict=True))
+        total.compute[step] = plain.run(step.call, strategy)
+        before = dict(zip(step.inputs, solution.input_placements[step], strict=True))
         for value, tensor, need in zip(step.inputs, step.call.inputs, strategy.inputs, strict=True):
-            given = before[value]
-            if not isinstance(given, Unplaced):
-                send(step, value, nbytes(tensor), given, need)
-                before[value] = final[value] = settled(given, need)
+            now = before[value]
+            if not isinstance(now, Unplaced):
+                send(step, value, nbytes(tensor), now, need)
+                before[value] = final[value] = settled(now, need)
         final.update(zip(step.outputs, strategy.outputs, strict=True))
     for step in program.steps:
         for value in dict.fromkeys(step.inputs) if step.call is None else ():
@@ -80,16 +83,20 @@ def account(program: Program, solution: Solution, model: CostModel) -> Account:
 
 
 def _size(value: Value) -> int:
+    """The bytes of a full tensor."""
     tensors = [t for t in pytree.tree_leaves(tensor_of(value.node)) if isinstance(t, torch.Tensor)]
     tensor = tensors[value.index]
     return prod((hint(n) for n in tensor.shape), start=1) * tensor.dtype.itemsize
 
 
 def parameter_bytes(program: Program, solution: Solution, model: CostModel, repeats: Mapping[str, int]) -> int:
-    """Bytes of parameters of one rank. ``repeats``: how many parameters of the model one of the program stands for."""
+    """The bytes of the parameters on one rank.
+
+    ``repeats``: how many parameters of the model one parameter of the program stands for.
+    """
     total = 0.0
     for value, name in program.parameters.items():
         placement = solution.parameters.get(value, REPLICATE)
-        part = 1.0 if isinstance(placement, Replicate) else model.fraction(placement)
-        total += part * _size(value) * repeats.get(name, 1)
+        fraction = 1.0 if isinstance(placement, Replicate) else model.fraction(placement)
+        total += fraction * _size(value) * repeats.get(name, 1)
     return int(total)

@@ -1,88 +1,107 @@
-"""What the user wants of the plan: parameters pinned to a placement, or kept out of one.
+"""Constraints on a plan: parameters that must, or must not, have a placement.
 
-A constraint is a pattern of names and a wish: ``{"*.mlp.down_proj": "row", "lm_head": "not whole"}``. The search is
-asked for the cheapest plan in which all wishes hold; where there is none, the smallest set of wishes that cannot hold
-together is named.
+A constraint is a pattern of names and a placement: ``{"*.mlp.down_proj": "row", "lm_head": "sharded"}``. The search
+finds the cheapest plan in which all constraints hold. If there is none, the error names a smallest set of constraints
+that cannot hold together.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 import torch
 
+from ..errors import ConstraintError
 from ..placement import Placement, Shard
-from ..rules import InputPlacement, Strategy
-from ..rules.base import Unplaced
+from ..rules import InputPlacement, Strategy, Unplaced
 from .program import Program, Step, Value
 
 aten = torch.ops.aten
 _TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.permute.default, aten.transpose.int, aten.mT.default}
-_PRODUCTS = {aten.linear.default: (1, False), aten.addmm.default: (2, True), aten.mm.default: (1, True)}
-_PRODUCTS[aten.matmul.default] = (1, True)
+_MATMULS = {
+    aten.linear.default: (1, False),
+    aten.addmm.default: (2, True),
+    aten.mm.default: (1, True),
+    aten.matmul.default: (1, True),
+}
+"""The position of the weight, and whether its output features are its second dimension."""
 AXES = ("column", "row", "vocab")
-
-
-class ConstraintError(ValueError):
-    """A constraint that means nothing for this model, or constraints that cannot hold together."""
+"""Ways to shard the weight of a layer."""
+_RENAMED = {"whole": "replicated", "not whole": "sharded", "split": "sharded", "not split": "replicated"}
+"""Words of earlier versions."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """One wish about the parameters whose name, or whose module's name, matches a pattern.
+    """A placement for the parameters whose name, or whose module's name, matches a pattern.
 
-    ``wish`` is "column", "row" or "vocab" (for the weights of layers), "shard(0)" and so on (any parameter), "split"
-    (on whichever dimension) or "whole"; ``forbidden`` turns it round.
+    ``placement`` is "column", "row" or "vocab" (for the weights of layers), "shard(0)" and so on (for any parameter),
+    "sharded" (on any dimension) or "replicated"; ``forbidden`` negates it.
     """
 
     pattern: str
-    wish: str
+    placement: str
     forbidden: bool = False
 
     def __str__(self) -> str:
-        return f"{self.pattern!r}: {'not ' if self.forbidden else ''}{self.wish}"
+        return f"{self.pattern!r}: {'not ' if self.forbidden else ''}{self.placement}"
 
     def matches(self, names: Iterable[str]) -> bool:
-        """Whether it is about the parameter that has these names."""
+        """Whether the constraint applies to a parameter with these names."""
         return any(fnmatchcase(n, self.pattern) or fnmatchcase(n.rpartition(".")[0], self.pattern) for n in names)
 
     def holds(self, placement: Placement, axes: Mapping[str, int]) -> bool:
-        """Whether a placement is as wished; ``axes`` are the dimensions that the axes of its layer stand for."""
+        """Whether a parameter may have a placement; ``axes`` says which dimension each axis of its layer shards."""
         dims = {d for d, _ in placement.layouts} if isinstance(placement, Shard) else set()
-        if self.wish == "whole":
-            held = not dims
-        elif self.wish == "split":
-            held = bool(dims)
-        elif self.wish in AXES:
-            held = dims == {axes[self.wish]}
+        if self.placement == "replicated":
+            found = not dims
+        elif self.placement == "sharded":
+            found = bool(dims)
+        elif self.placement in AXES:
+            found = dims == {axes[self.placement]}
         else:
-            held = dims == {int(self.wish[6:-1])}
-        return held != self.forbidden
+            found = dims == {int(self.placement[6:-1])}
+        return found != self.forbidden
 
 
-def parse(wishes: Mapping[str, str | Sequence[str]] | None) -> list[Constraint]:
-    """Constraints from ``{pattern: wish}``; several wishes for one pattern are a list."""
+def parse(constraints: Mapping[str, str | Sequence[str]] | None) -> list[Constraint]:
+    """Constraints from ``{pattern: placement}``, or a list of placements for one pattern."""
     found = []
-    for pattern, texts in (wishes or {}).items():
+    for pattern, texts in (constraints or {}).items():
         for text in [texts] if isinstance(texts, str) else texts:
-            wish = text.strip().lower().replace(" ", "")
-            forbidden = text.strip().lower().startswith("not ")
-            wish = wish[3:] if forbidden else wish
-            if wish not in (*AXES, "whole", "split") and not re.fullmatch(r"shard\(\d+\)", wish):
+            words = _current_words(pattern, " ".join(text.lower().split()))
+            forbidden = words.startswith("not ")
+            placement = words.removeprefix("not ").replace(" ", "")
+            if placement not in (*AXES, "sharded", "replicated") and not re.fullmatch(r"shard\(\d+\)", placement):
                 raise ConstraintError(
-                    f"constraint {pattern!r}: {text!r} is not a wish: use 'column', 'row', 'vocab', 'whole', 'split' "
-                    "or 'shard(DIM)', or one of these after 'not'."
+                    f"constraint {pattern!r}: {text!r} is not a placement: use 'column', 'row', 'vocab', 'sharded', "
+                    "'replicated' or 'shard(DIM)', or one of these after 'not'."
                 )
-            found.append(Constraint(pattern, wish, forbidden))
+            found.append(Constraint(pattern, placement, forbidden))
     return found
 
 
+def _current_words(pattern: str, words: str) -> str:
+    """The words of a constraint, those of earlier versions replaced, with a warning."""
+    current = _RENAMED.get(words)
+    if current is None:
+        return words
+    warnings.warn(
+        f"constraint {pattern!r}: {words!r} is now called {current!r}; the old word will not be accepted in the next "
+        "version",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return current
+
+
 class Constraints:
-    """The constraints as they apply to the parameters of a program. ``aliases``: more names of a parameter."""
+    """Constraints, applied to the parameters of a program. ``aliases``: more names of a parameter."""
 
     def __init__(
         self, constraints: Sequence[Constraint], program: Program, aliases: Mapping[str, Sequence[str]] | None = None
@@ -96,61 +115,62 @@ class Constraints:
                     self.by_value.setdefault(value, []).append(constraint)
 
     def _applies(self, constraint: Constraint, value: Value) -> bool:
-        """An axis is one of a layer's weight; its bias follows."""
-        return constraint.wish not in AXES or constraint.wish in self.axes.get(value, {})
+        """Only the weight of a layer has axes; its bias follows."""
+        return constraint.placement not in AXES or constraint.placement in self.axes.get(value, {})
 
     def permit(
-        self, step: Step, strategy: Strategy, given: tuple[InputPlacement, ...], after: tuple[Placement, ...]
+        self, step: Step, strategy: Strategy, before: tuple[InputPlacement, ...], after: tuple[Placement, ...]
     ) -> bool:
-        """Whether a step places no parameter against the wishes."""
+        """Whether a step violates no constraint on the parameters that it places."""
         return all(
-            wish.holds(place, self.axes.get(value, {}))
-            for value, before, place in zip(step.inputs, given, after, strict=True)
-            if isinstance(before, Unplaced)
-            for wish in self.by_value.get(value, ())
+            constraint.holds(placement, self.axes.get(value, {}))
+            for value, previous, placement in zip(step.inputs, before, after, strict=True)
+            if isinstance(previous, Unplaced)
+            for constraint in self.by_value.get(value, ())
         )
 
 
 def check_names(constraints: Sequence[Constraint], names: Mapping[str, Sequence[str]]) -> None:
-    """Raise if a constraint is about no parameter at all; ``names`` are all the names of each."""
-    known = [name for several in names.values() for name in several]
+    """Raise if a constraint applies to no parameter; ``names`` has all names of each."""
+    known = [name for of_one in names.values() for name in of_one]
     for constraint in constraints:
-        if not any(constraint.matches(several) for several in names.values()):
+        if not any(constraint.matches(of_one) for of_one in names.values()):
             close = difflib.get_close_matches(constraint.pattern, [*known, *(n.rpartition(".")[0] for n in known)], 3)
             hint = f" Did you mean {' or '.join(map(repr, dict.fromkeys(close)))}?" if close else ""
-            raise ConstraintError(f"constraint {constraint}: no parameter or module has such a name.{hint}")
+            raise ConstraintError(f"constraint {constraint}: no parameter or module matches this name.{hint}")
 
 
-def check_axes(constraints: Sequence[Constraint], wishes: Constraints, program: Program) -> None:
-    """Raise if an axis is asked of parameters that are no weights of such a layer."""
-    applied = {constraint for several in wishes.by_value.values() for constraint in several}
+def check_axes(constraints: Sequence[Constraint], applied: Constraints, program: Program) -> None:
+    """Raise if a constraint names an axis for parameters that are not the weights of such a layer."""
+    effective = {constraint for of_one in applied.by_value.values() for constraint in of_one}
     for constraint in constraints:
-        about = [n for n in program.parameters.values() if constraint.matches([n])]
-        if constraint.wish in AXES and constraint not in applied and about:
+        matching = [n for n in program.parameters.values() if constraint.matches([n])]
+        if constraint.placement in AXES and constraint not in effective and matching:
             raise ConstraintError(
-                f"constraint {constraint}: {about[0]} is not the weight of a layer that can be "
-                f"{constraint.wish}-parallel: 'column' and 'row' are for linear layers, 'vocab' for embeddings. Name a "
-                "dimension: 'shard(0)'."
+                f"constraint {constraint}: {matching[0]} is not the weight of a layer that can be "
+                f"{constraint.placement}-parallel: 'column' and 'row' are for linear layers, 'vocab' for embeddings. "
+                "Name a dimension: 'shard(0)'."
             )
 
 
 def weight_axes(program: Program) -> dict[Value, dict[str, int]]:
-    """For weights of layers, the dimension that each axis splits."""
+    """For the weights of layers, the dimension that each axis shards."""
     found: dict[Value, dict[str, int]] = {}
-    turned: dict[Value, tuple[Value, bool]] = {v: (v, False) for v in program.parameters}
+    views: dict[Value, tuple[Value, bool]] = {v: (v, False) for v in program.parameters}
+    """For parameters and their transposes: the parameter, and whether it is transposed."""
     for step in program.steps:
         if step.call is None:
             continue
         target = step.call.target
-        if target in _TRANSPOSES and step.inputs[0] in turned and step.call.out.ndim == 2:
-            source, flipped = turned[step.inputs[0]]
-            turned[step.outputs[0]] = (source, not flipped)
-        elif target is aten.embedding.default and step.inputs[0] in turned:
-            found.setdefault(turned[step.inputs[0]][0], {})["vocab"] = 0
-        elif target in _PRODUCTS and len(step.inputs) > _PRODUCTS[target][0]:
-            position, across = _PRODUCTS[target]
-            if step.inputs[position] in turned and step.call.inputs[position].ndim == 2:
-                value, flipped = turned[step.inputs[position]]
-                out = int(across != flipped)
-                found.setdefault(value, {}).update(column=out, row=1 - out)
+        if target in _TRANSPOSES and step.inputs[0] in views and step.call.out.ndim == 2:
+            parameter, transposed = views[step.inputs[0]]
+            views[step.outputs[0]] = (parameter, not transposed)
+        elif target is aten.embedding.default and step.inputs[0] in views:
+            found.setdefault(views[step.inputs[0]][0], {})["vocab"] = 0
+        elif target in _MATMULS and len(step.inputs) > _MATMULS[target][0]:
+            position, outputs_last = _MATMULS[target]
+            if step.inputs[position] in views and step.call.inputs[position].ndim == 2:
+                parameter, transposed = views[step.inputs[position]]
+                out = int(outputs_last != transposed)
+                found.setdefault(parameter, {}).update(column=out, row=1 - out)
     return found

@@ -1,7 +1,7 @@
-"""What a placement costs: communication, computation and memory, in seconds of one rank.
+"""What a placement costs: communication, compute and memory, in seconds of one rank.
 
-The memory of a parameter that could be split but is not weighs more than any communication: a model that does not fit
-does not run. Beyond that, fewer and smaller collectives win, then less work per rank.
+The memory of a parameter that could be sharded but is not outweighs any communication: a model that does not fit does
+not run. Beyond that, fewer and smaller collectives win, then less work per rank.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _CONTRACTING = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds for what a rank does, and prices, in seconds too, for what is not a matter of time.
+    """Seconds for what a rank does, and prices, also in seconds, for what takes no time but should be avoided.
 
-    ``latency``, ``bandwidth``, ``flops`` and ``memory`` are the rates of a plain machine; a :class:`Machine` that is
-    given takes their place (see :meth:`on`).
+    ``latency``, ``bandwidth``, ``flops`` and ``memory`` are the rates of a default machine; ``machine`` replaces them
+    (see :meth:`on`).
     """
 
     world: int = 2
@@ -42,25 +42,25 @@ class CostModel:
     memory: float = DEFAULT.memory
     machine: Machine | None = None
     backward: bool = False
-    """Whether a backward pass follows: twice the work, and the collectives that bring gradients together."""
+    """Whether a backward pass follows: twice the work, and the collectives for gradients."""
     detour: float = 1e-8
-    """Of two equal ways, reduce a sum early: later terms round in every rank, and replicated values are simpler."""
+    """Breaks ties in favour of reducing partial values early: less rounding, and replicated values are simpler."""
     replication: float = 1e-6
-    """Seconds per byte for keeping a parameter whole that could be split."""
+    """Seconds per byte of a replicated parameter that could be sharded."""
     narrow: float = 1e-10
-    """The same for a layer with few outputs (a router, a small head): splitting it saves little and puts a collective
-    into the forward, so it is split only where it is large."""
+    """The same for a layer with few outputs (a router, a small head): sharding it saves little and puts a collective
+    into the forward, so only large ones are sharded."""
     aspect: int = 8
-    """From how many inputs per output a layer counts as one with few outputs."""
-    unsplit: float = 1e-3
-    """Seconds for an activation that is whole between parallel layers where it should be split on the sequence."""
+    """A layer with this many inputs per output is one with few outputs."""
+    unscattered: float = 1e-3
+    """Seconds for an activation between parallel layers that is replicated but should be sharded on the sequence."""
     gathered: float = 0.5
-    """The part of the price of a whole parameter for one that is split, but made whole wherever it is used."""
+    """The price of a parameter that is sharded but gathered at each use, as a fraction of that of a replicated one."""
     thin: int = 4
-    """A parameter of up to so many vectors (a depthwise convolution) may stay whole, as vectors may."""
+    """A parameter of at most this many vectors (a depthwise convolution) may stay replicated, as vectors may."""
 
     def fraction(self, placement: Placement) -> float:
-        """The largest part of the tensor that one rank holds."""
+        """The largest fraction of the tensor that one rank holds."""
         if not isinstance(placement, Shard):
             return 1.0
         parts = (
@@ -71,40 +71,40 @@ class CostModel:
 
     @classmethod
     def on(cls, machine: Machine, world: int, *, backward: bool = False) -> CostModel:
-        """The costs of a number of ranks on a machine."""
+        """The costs of ``world`` ranks on a machine."""
         if machine is DEFAULT:
             return cls(world=world, backward=backward)
         return cls(world=world, flops=machine.flops, memory=machine.memory, machine=machine, backward=backward)
 
     def without_prices(self) -> CostModel:
-        """Time alone: what a plan takes, rather than what makes it the one to choose."""
-        return replace(self, detour=0.0, replication=0.0, narrow=0.0, unsplit=0.0)
+        """Time alone: what a plan takes, without the prices that guide the search."""
+        return replace(self, detour=0.0, replication=0.0, narrow=0.0, unscattered=0.0)
 
     def collective(self, kind: str, size: float) -> float:
-        """Seconds for a collective on a tensor that has ``size`` bytes when it is whole."""
+        """Seconds for a collective on a full tensor of ``size`` bytes."""
         if self.machine is not None:
             return self.machine.collective(kind, size, self.world)
         return self.latency + volume(kind, self.world) * size / self.bandwidth
 
     def move(self, source: Placement, target: Placement, size: float) -> float:
-        """Bring a tensor of ``size`` bytes from one placement to another."""
+        """Seconds to move a tensor of ``size`` bytes from one placement to another."""
         kind = collective_between(source, target)
         return self.collective(kind, size) if kind is not None else 0.0
 
     def return_gradient(self, source: Placement, target: Placement, size: float, uses: int) -> float:
-        """Bring the gradient of a tensor that was moved back to where it came from, in the backward pass.
+        """Seconds to move the gradient of a tensor that was moved back to the placement it came from.
 
-        A tensor is moved once for all its ``uses``, and so is its gradient: they are charged for it alike.
+        A tensor is moved once for all its ``uses``, and so is its gradient: each use pays an equal share.
         """
         if not self.backward or source == target or not isinstance(target, Shard):
-            return 0.0  # a whole gradient is at hand: every rank takes what it needs of it
+            return 0.0  # every rank has the full gradient and takes what it needs of it
         if target.layouts:
             return self.collective("all_gather", size) / uses
         kind = "reduce_scatter" if isinstance(source, Shard) and source.layouts else "all_reduce"
         return self.collective(kind, size) / uses
 
     def run(self, call: Call, strategy: Strategy) -> float:
-        """Compute and memory traffic of one rank."""
+        """Seconds of compute and memory traffic of one rank."""
         traffic = sum(self.fraction(p) * nbytes(t) for t, p in zip(call.inputs, strategy.inputs, strict=True))
         traffic += sum(self.fraction(p) * nbytes(t) for t, p in zip(call.outputs, strategy.outputs, strict=True))
         seconds = traffic / self.memory
@@ -124,10 +124,10 @@ class CostModel:
             seconds += self.detour
         return seconds
 
-    def keep(self, tensor: Tensor, placement: Placement, splittable: bool) -> float:
-        """Keep a parameter in this placement."""
+    def store(self, tensor: Tensor, placement: Placement, shardable: bool) -> float:
+        """The price of storing a parameter in this placement."""
         if not isinstance(placement, Shard) or not placement.layouts:
-            if not splittable or tensor.ndim < 2:
+            if not shardable or tensor.ndim < 2:
                 return 0.0
             sizes = [hint(n) for n in tensor.shape]
             if prod(sizes) <= self.thin * max(sizes):
@@ -137,12 +137,12 @@ class CostModel:
         return self.fraction(placement) * nbytes(tensor) / self.memory
 
     def gather_weight(self, tensor: Tensor) -> float:
-        """Make a weight whole to use it, beside the collective: never done to save a sum."""
-        return self.gathered * self.keep(tensor, REPLICATE, splittable=True)
+        """The price of gathering a sharded weight, besides the collective: never worth it to save an all-reduce."""
+        return self.gathered * self.store(tensor, REPLICATE, shardable=True)
 
 
 def collective_between(source: Placement, target: Placement) -> str | None:
-    """What brings a tensor from one placement to another; None if nothing has to be sent."""
+    """The collective that moves a tensor from one placement to another; None if nothing has to be sent."""
     if source == target or isinstance(source, Replicate):
         return None
     if isinstance(source, Partial):
@@ -151,8 +151,10 @@ def collective_between(source: Placement, target: Placement) -> str | None:
 
 
 def numel(tensor: Tensor) -> int:
+    """The number of elements; symbolic sizes count with their hints."""
     return prod((hint(n) for n in tensor.shape), start=1)
 
 
 def nbytes(tensor: Tensor) -> int:
+    """The number of bytes; symbolic sizes count with their hints."""
     return numel(tensor) * tensor.dtype.itemsize

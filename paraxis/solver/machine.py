@@ -1,7 +1,7 @@
-"""What the ranks run on: how fast they compute, and how fast they talk to one another.
+"""What the ranks run on: how fast they compute, and how fast they communicate.
 
 The numbers of a preset are what such a machine reaches in practice, to one or two digits: the plan depends on orders of
-magnitude. ``paraxis calibrate`` measures the machine at hand and writes the same thing as JSON.
+magnitude. ``paraxis calibrate`` measures this machine and writes the same numbers as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class Link:
-    """A way to send: seconds before the first byte arrives, and bytes per second of one rank after that."""
+    """A connection: seconds until the first byte arrives, and bytes per second of one rank after that."""
 
     latency: float
     bandwidth: float
@@ -29,13 +29,13 @@ class Machine:
 
     Attributes:
         name: What it is called in reports.
-        flops: Operations per second of large matrix products, in the dtype that models run in.
-        memory: Bytes per second that its memory streams.
+        flops: Operations per second of large matmuls, in the dtype that models run in.
+        memory: Bytes per second of memory bandwidth.
         link: Between ranks of one node.
-        links: The same for one kind of collective, where it was measured by itself.
+        links: The same for one kind of collective, where it was measured separately.
         per_node: How many ranks a node has; 0 if there is one node only.
-        between: Between nodes, for every rank of a node; needed where ``per_node`` is given.
-        capacity: Bytes of memory that a rank has; 0 if not known.
+        between: Between nodes, for every rank of a node; needed with ``per_node``.
+        capacity: Bytes of memory of a rank; 0 if unknown.
     """
 
     name: str
@@ -48,16 +48,17 @@ class Machine:
     capacity: int = 0
 
     def collective(self, kind: str, size: float, world: int) -> float:
-        """Seconds for a collective of ``world`` ranks on a tensor that has ``size`` bytes when it is whole."""
+        """Seconds for a collective of ``world`` ranks on a full tensor of ``size`` bytes."""
         link = self.links.get(kind, self.link)
         if self.between is None or not self.per_node or world <= self.per_node:
             return link.latency + volume(kind, world) * size / link.bandwidth
-        nodes = -(-world // self.per_node)  # inside the nodes first, then the rest between them
+        nodes = -(-world // self.per_node)  # inside the nodes first, then between them
         inside = link.latency + volume(kind, self.per_node) * size / link.bandwidth
         outside = self.between.latency + volume(kind, nodes) * size / self.per_node / self.between.bandwidth
         return inside + outside
 
     def to_json(self) -> dict[str, object]:
+        """The machine as plain data."""
         return asdict(self)
 
     @classmethod
@@ -71,17 +72,18 @@ class Machine:
         return cls(**known)  # type: ignore[arg-type]
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the machine to a file that :func:`machine_of` reads."""
         with open(path, "w") as file:
             json.dump(self.to_json(), file, indent=1)
 
 
 @cache
 def volume(kind: str, world: int) -> float:
-    """What every rank sends in a collective, as a part of the whole tensor."""
+    """What every rank sends in a collective, as a fraction of the full tensor."""
     if kind not in COLLECTIVES:
-        raise ValueError(f"{kind!r} is not a collective that has a price: use one of {', '.join(COLLECTIVES)}")
-    part = (world - 1) / world
-    return {"all_reduce": 2 * part, "all_to_all": part / world}.get(kind, part)
+        raise ValueError(f"{kind!r} is not a collective with a known cost: use one of {', '.join(COLLECTIVES)}")
+    others = (world - 1) / world
+    return {"all_reduce": 2 * others, "all_to_all": others / world}.get(kind, others)
 
 
 DEFAULT = Machine("one node", flops=1e14, memory=1e12, link=Link(2e-5, 1e11))
@@ -107,7 +109,7 @@ PRESETS: dict[str, Machine] = {
 
 
 def machine_of(name: str | os.PathLike[str] | Machine | None) -> Machine:
-    """A preset by its name, a file that ``paraxis calibrate`` wrote, or the machine that is given."""
+    """A machine by the name of a preset, from a file that ``paraxis calibrate`` wrote, or itself; None: the default."""
     if name is None:
         return DEFAULT
     if isinstance(name, Machine):

@@ -1,4 +1,4 @@
-"""Where tensors go: what is left of a placement after a move, and how activations are split on the sequence."""
+"""Moving tensors between placements: what stays afterwards, and sequence-parallel activations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .program import Program
 
 
 def share(call: Call, strategy: Strategy) -> Strategy:
-    """Where the result is not replicated, a replicated input is used by each rank for its own part."""
+    """Mark replicated inputs as shared where the result is sharded: each rank uses them for its own part."""
     if not strategy.is_sharded or not any(isinstance(p, Replicate) for p in strategy.inputs):
         return strategy
     inputs = tuple(
@@ -24,20 +24,20 @@ def share(call: Call, strategy: Strategy) -> Strategy:
 
 
 def sequence_shards(shape: Sequence[Any], length: int | None, world: int) -> list[Placement]:
-    """How an activation between parallel layers is split on the sequence of ``length``, if it can be.
+    """The placements of an activation that is sharded on the sequence of ``length``; empty if it cannot be.
 
-    It is [..., sequence, features], or [batch * sequence, features], of which every rank then has its part of each
-    sequence.
+    The activation is [..., sequence, features], or [batch * sequence, features], of which every rank then holds its
+    part of each sequence.
     """
     if length is None or length < world or len(shape) < 2 or not isinstance(shape[-2], int) or is_one(shape[-1]):
-        return []  # a statistic of a norm is as well summed
+        return []  # the statistics of a norm are small: all-reduce them
     if shape[-2] != length and (len(shape) > 2 or shape[-2] % length):
         return []
     return [Shard.of(len(shape) - 2, Layout.even(length, world))]
 
 
 def sequence_length(program: Program) -> int | None:
-    """The length that most activations [batch, sequence, features] of a program have; None if it may be any."""
+    """The most common sequence length of activations [batch, sequence, features]; None if there is none."""
     lengths: Counter[int] = Counter()
     for step in program.steps:
         for tensor in step.call.outputs if step.call is not None else ():
@@ -46,12 +46,12 @@ def sequence_length(program: Program) -> int | None:
     return lengths.most_common(1)[0][0] if lengths else None
 
 
-def settled(given: Placement, need: Placement) -> Placement:
-    """Where a tensor is after it was brought from ``given`` to ``need``: the most useful version at hand."""
-    if given == need or isinstance(given, Replicate):
-        return given
-    if isinstance(given, Shard) and not given.layouts:
-        return given
-    if isinstance(given, Partial) and isinstance(need, Shard) and need.layouts:
+def settled(now: Placement, need: Placement) -> Placement:
+    """The placement of a tensor for later uses, after it was moved from ``now`` to ``need``: the most useful one."""
+    if now == need or isinstance(now, Replicate):
+        return now
+    if isinstance(now, Shard) and not now.layouts:
+        return now
+    if isinstance(now, Partial) and isinstance(need, Shard) and need.layouts:
         return need
-    return REPLICATE  # one shard becomes another by way of the whole, which stays at hand
+    return REPLICATE  # one shard becomes another by way of the full tensor, which later uses can take

@@ -1,4 +1,4 @@
-"""The ATen graph as the solver sees it: steps that take values and give values."""
+"""The ATen graph as the solver sees it: steps that take and make values."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class Step:
 
     @property
     def impure(self) -> bool:
+        """Whether the step has a side effect."""
         return bool(self.node.meta.get("impure"))
 
     @property
     def home(self) -> Value | None:
-        """The input that this step writes its result into; None if it writes nowhere."""
+        """The input of the graph that this step writes its result into; None if it writes to none."""
         node = written_input(self.node) if IN_PLACE in self.node.meta else None
         return Value(node) if node is not None else None
 
@@ -77,12 +78,12 @@ class Program:
             elif node.op == "call_function" and node.target is not operator.getitem:
                 self._add(node)
         self.weights = set(self.parameters)
-        """Parameters and what is made of parameters alone: views and casts of them."""
+        """Parameters and what is computed from parameters alone: views and casts of them."""
         for step in self.steps:
             if step.inputs and self.weights.issuperset(step.inputs):
                 self.weights.update(step.outputs)
         self.learned = set(self.parameters)
-        """Parameters and all that depends on one: what has a gradient in training."""
+        """Parameters and all values that depend on one: those that have a gradient in training."""
         for step in self.steps:
             if not self.learned.isdisjoint(step.inputs):
                 self.learned.update(step.outputs)
@@ -122,6 +123,7 @@ def tensor_of(node: Node) -> Any:
 
 
 def is_tensor(arg: Any) -> bool:
+    """Whether an argument is a node that stands for a tensor."""
     return isinstance(arg, Node) and isinstance(tensor_of(arg), torch.Tensor)
 
 
@@ -137,7 +139,7 @@ def value_of(node: Node) -> Value:
 
 
 def hint(size: Any) -> int:
-    """A number for a possibly symbolic size, to put into the cost."""
+    """A number for a size that may be symbolic: only for costs."""
     if isinstance(size, int):
         return size
     value = size.node.hint

@@ -1,4 +1,4 @@
-"""What a search finds: a strategy for every step, and with it a placement for every tensor."""
+"""The result of a search: a strategy for every step, and with it a placement for every tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Solution:
         cost: Seconds, under the cost model.
         optimal: Whether no cheaper assignment exists under the cost model.
         costs: What every step adds to the cost.
-        given: Where the inputs of every step were before it.
+        input_placements: The placements of the inputs of every step before it.
     """
 
     strategies: dict[Step, Strategy]
@@ -29,7 +29,7 @@ class Solution:
     cost: float
     optimal: bool
     costs: dict[Step, float] = field(default_factory=dict)
-    given: dict[Step, tuple[InputPlacement, ...]] = field(default_factory=dict)
+    input_placements: dict[Step, tuple[InputPlacement, ...]] = field(default_factory=dict)
 
 
 class Unsatisfiable(ValueError):
@@ -41,17 +41,17 @@ class Unsatisfiable(ValueError):
 
 
 def on_one_rank(solution: Solution) -> Solution:
-    """A plan for two ranks, run by one: the same placements, each held whole, and nothing is made local."""
+    """A plan for two ranks, run by one: the same sharded dimensions, of which the rank holds everything."""
 
-    def whole(placement: Placement) -> Placement:
+    def on_one(placement: Placement) -> Placement:
         if not isinstance(placement, Shard):
             return placement
         return Shard(tuple((d, Layout.even(1, 1)) for d, _ in placement.layouts))
 
     strategies = {
-        step: Strategy(tuple(map(whole, s.inputs)), tuple(map(whole, s.outputs)), None, s.kind)
+        step: Strategy(tuple(map(on_one, s.inputs)), tuple(map(on_one, s.outputs)), None, s.kind)
         for step, s in solution.strategies.items()
     }
-    parameters = {value: whole(p) for value, p in solution.parameters.items()}
+    parameters = {value: on_one(p) for value, p in solution.parameters.items()}
     results = (REPLICATE,) * len(solution.results)
     return replace(solution, strategies=strategies, parameters=parameters, results=results)

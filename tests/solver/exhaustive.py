@@ -1,4 +1,4 @@
-"""The optimum by trying everything: no memory, no frontier, no pruning but by the best found so far."""
+"""The optimum by brute force: no memoization, no frontier, no pruning except by the best found so far."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Exhaustive:
         step = self.program.steps[i]
         if step.call is None:
             for value in step.inputs:
-                if where[value] == PARTIAL:  # a gathered result is the caller's wish and costs nothing
+                if where[value] == PARTIAL:  # gathering a result is not charged
                     cost += self.model.move(PARTIAL, REPLICATE, self._size(value))
             self._from(i + 1, where, cost)
             return
@@ -47,23 +47,23 @@ class _Exhaustive:
             tried.add((strategy.inputs, strategy.outputs))
             after, price = dict(where), self.model.run(step.call, strategy)
             for value, tensor, need in zip(step.inputs, step.call.inputs, strategy.inputs):
-                price += self._bring(value, tensor, need, after[value], after)
+                price += self._move(value, tensor, need, after[value], after)
             after.update(zip(step.outputs, strategy.outputs))
             self._from(i + 1, after, cost + price)
 
-    def _bring(self, value: Any, tensor: Any, need: Any, given: Any, after: dict[Any, Any]) -> float:
-        """The price of an input, and where it is afterwards."""
-        if given is UNPLACED:
+    def _move(self, value: Any, tensor: Any, need: Any, now: Any, after: dict[Any, Any]) -> float:
+        """The price of moving an input, whose placement afterwards is set in ``after``."""
+        if now is UNPLACED:
             after[value] = REPLICATE if need in (PARTIAL, SHARED) else need
-            splits = any(self.candidates.layouts(value, d, n) for d, n in enumerate(tensor.shape))
-            return self.model.keep(tensor, after[value], splits)
-        price = self.model.move(given, need, nbytes(tensor))
-        if given != need and value in self.program.parameters and isinstance(given, Shard):
+            shardable = any(self.candidates.layouts(value, d, n) for d, n in enumerate(tensor.shape))
+            return self.model.store(tensor, after[value], shardable)
+        price = self.model.move(now, need, nbytes(tensor))
+        if now != need and value in self.program.parameters and isinstance(now, Shard):
             price += self.model.gather_weight(tensor)
-        if given in (need, REPLICATE, SHARED):
-            return price  # a whole tensor stays whole, whatever part of it is used
-        scattered = isinstance(given, Partial) and isinstance(need, Shard) and need.layouts
-        after[value] = need if scattered else REPLICATE  # what was gathered is there for the next
+        if now in (need, REPLICATE, SHARED):
+            return price  # a full tensor stays, whatever part of it is used
+        scattered = isinstance(now, Partial) and isinstance(need, Shard) and need.layouts
+        after[value] = need if scattered else REPLICATE  # later uses take the gathered tensor
         return price
 
     def _strategies(self, step: Any, where: dict[Any, Any]) -> list[Strategy]:
@@ -74,18 +74,18 @@ class _Exhaustive:
         options: list[list[Any]] = []
         for i, value in enumerate(step.inputs):
             if where[value] is UNPLACED and not accepts_unplaced(call.target):
-                splits = [Shard.of(d, x) for d in range(call.inputs[i].ndim) for x in call.layouts.get((i, d), ())]
-                options.append([REPLICATE, *splits])
+                shards = [Shard.of(d, x) for d in range(call.inputs[i].ndim) for x in call.layouts.get((i, d), ())]
+                options.append([REPLICATE, *shards])
             else:
                 options.append([where[value]])
-        for given in product(*options):
-            for s in rule(call, given):
+        for placements in product(*options):
+            for s in rule(call, placements):
                 pairs = [*zip(call.inputs, s.inputs), *zip(call.outputs, s.outputs)]
                 if not all(x.fits(t.shape[d]) for t, p in pairs if isinstance(p, Shard) for d, x in p.layouts):
                     continue
-                whole = any(p != REPLICATE for p in s.outputs)
+                sharded = any(p != REPLICATE for p in s.outputs)
                 inputs = tuple(
-                    SHARED if whole and p == REPLICATE and t.dtype.is_floating_point else p
+                    SHARED if sharded and p == REPLICATE and t.dtype.is_floating_point else p
                     for t, p in zip(call.inputs, s.inputs)
                 )
                 found.append(Strategy(inputs, s.outputs))

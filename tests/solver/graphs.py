@@ -1,4 +1,4 @@
-"""Random programs for the solver: what models are made of, put together as no model would."""
+"""Random programs for the solver: the building blocks of models, in random combinations."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ SIZE = 4
 
 
 def random_graph(seed: int, world: int = 2, length: int = 8, twice: bool = False) -> Program:
-    """A program of about ``length`` parts on several live tensors, of which one to four are returned.
+    """A program of about ``length`` blocks on several live tensors, of which one to four are returned.
 
-    With ``twice`` a step may take the same tensor twice. Nothing is removed: what leads nowhere is placed as well.
+    With ``twice``, a step may take the same tensor twice. Unused results are not removed: they are placed as well.
     """
     recorded: list[Tensor] = []
 
@@ -30,7 +30,7 @@ def random_graph(seed: int, world: int = 2, length: int = 8, twice: bool = False
         return recorded[-1]
 
     inputs = [torch.zeros(2, 6, dtype=torch.long), torch.empty(2, 6, 16)]
-    _Writer(seed, length, twice, record).write(*inputs)  # once to see which weights it takes
+    _Writer(seed, length, twice, record).write(*inputs)  # once, to see which weights it takes
 
     def run(ids: Tensor, x: Tensor, *weights: Tensor) -> Any:
         taken: Iterator[Tensor] = iter(weights)
@@ -40,7 +40,7 @@ def random_graph(seed: int, world: int = 2, length: int = 8, twice: bool = False
 
 
 class _Writer:
-    """Draws one part after the other; a part that does not fit the tensors there are is drawn again."""
+    """Draws one block after the other; a block that does not fit the live tensors is drawn again."""
 
     def __init__(self, seed: int, length: int, twice: bool, weight: Callable[..., Tensor]) -> None:
         self.rng, self.length, self.twice, self.new = random.Random(seed), length, twice, weight
@@ -51,7 +51,7 @@ class _Writer:
         self.live = [F.embedding(ids, self.weight(24, self.rng.choice(WIDTHS))) if self.rng.random() < 0.5 else x]
         parts = [self.linear, self.linear, self.packed, self.gated, self.tied, self.derived, self.unary, self.binary]
         parts += [self.binary, self.vector, self.norm, self.heads, self.merge, self.attend, self.products, self.softmax]
-        parts += [self.total, self.whole, self.join, self.part, self.experts]
+        parts += [self.total, self.along_features, self.join, self.part, self.experts]
         while len(self.live) <= self.length:
             made = self.rng.choice(parts)()
             if made is not None:
@@ -66,12 +66,12 @@ class _Writer:
         return self.weights[-1]
 
     def pick(self, fits: Callable[[Tensor], bool] = lambda t: True) -> Tensor | None:
-        """A live tensor, the recent ones rather."""
+        """A recent live tensor."""
         found = [t for t in self.live[-6:] if fits(t)]
         return self.rng.choice(found) if found else None
 
     def other(self, x: Tensor, fits: Callable[[Tensor], bool]) -> Tensor | None:
-        """One to go with another."""
+        """Another live tensor."""
         return self.pick(lambda t: (self.twice or t is not x) and fits(t))
 
     def wide(self) -> Tensor | None:
@@ -112,7 +112,7 @@ class _Writer:
         return F.linear(*self.rng.choice(found)) if found else None
 
     def derived(self) -> Any:
-        """A weight that is computed from a weight."""
+        """A weight that is computed from a parameter."""
         x = self.wide()
         if x is None:
             return None
@@ -176,8 +176,8 @@ class _Writer:
         over, keep = self.rng.randrange(x.ndim), self.rng.random() < 0.7
         return self.rng.choice([torch.sum, torch.mean])(x, over, keepdim=keep)
 
-    def whole(self) -> Any:
-        """What cannot be done in parts, along one dimension or at all."""
+    def along_features(self) -> Any:
+        """What cannot be sharded on the last dimension."""
         x = self.pick()
         return self.rng.choice([lambda t: t.cumsum(-1), lambda t: t.flip(-1), lambda t: t.sort(-1).values])(x)
 
@@ -191,7 +191,7 @@ class _Writer:
         return None if x is None else x[..., : x.shape[-1] // 2]
 
     def experts(self) -> Any:
-        """The same product for each of four experts, weighed by a router."""
+        """Four experts, weighted by a router."""
         x = self.pick(lambda t: t.ndim == 3 and t.shape[-1] >= 8)
         if x is None:
             return None

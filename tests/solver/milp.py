@@ -1,4 +1,4 @@
-"""The optimum as an integer program, solved by HiGHS: for programs too large to try everything.
+"""The optimum as an integer program, solved by HiGHS: for programs too large for brute force.
 
 Nothing here searches. A *version* of a value is the value between one use and the next, since using a value may leave
 it in another placement. Which placements a version can have at all follows from going forward once. An *edge* of a step
@@ -61,16 +61,16 @@ class _Formulation:
         for i, (step, call) in enumerate(self.steps):
             assert not step.impure and step.home is None, "writes are not formulated"
             values = list(dict.fromkeys(step.inputs))
-            kept = [v for v in dict.fromkeys((*values, *step.outputs)) if self.last.get(v, -1) > i]
+            live = [v for v in dict.fromkeys((*values, *step.outputs)) if self.last.get(v, -1) > i]
             takers: list[dict[InputPlacement, list[int]]] = [defaultdict(list) for _ in values]
-            for edge in self._edges(i, step, call, values, kept, leavers):
+            for edge in self._edges(i, step, call, values, live, leavers):
                 for taker, placement in zip(takers, edge.taken):
                     taker[placement].append(len(self.edges))
                 self.edges.append(edge)
             for value, taker in zip(values, takers):
                 for placement, before in leavers.pop(value, {}).items():
                     self.rows.append({**dict.fromkeys(before, 1.0), **dict.fromkeys(taker[placement], -1.0)})
-            for k, value in enumerate(kept):
+            for k, value in enumerate(live):
                 leavers[value] = defaultdict(list)
                 for number in self._of_step(i):
                     leavers[value][self.edges[number].left[k]].append(number)
@@ -83,19 +83,19 @@ class _Formulation:
         return range(first, len(self.edges))
 
     def _edges(
-        self, i: int, step: Step, call: Call, values: list[Value], kept: list[Value], leavers: dict[Value, Any]
+        self, i: int, step: Step, call: Call, values: list[Value], live: list[Value], leavers: dict[Value, Any]
     ) -> Iterator[Edge]:
         """The ways through a step; of those between the same placements, the cheapest."""
         best: dict[tuple[Any, Any], float] = {}
         for taken in product(*(leavers[v] if v in leavers else [self._initial(v)] for v in values)):
             where = dict(zip(values, taken))
-            for strategy in self._offers(call, [where[v] for v in step.inputs]):
-                places, cost = self._carry_out(step, call, strategy, where)
+            for strategy in self._strategies(call, [where[v] for v in step.inputs]):
+                places, cost = self._run(step, call, strategy, where)
                 for v, tensor in zip((*step.inputs, *step.outputs), (*call.inputs, *call.outputs)):
                     if v in self.returned and self.last.get(v, i) == i and isinstance(places[v], Partial):
                         cost += self.model.move(PARTIAL, REPLICATE, nbytes(tensor))
                         places[v] = REPLICATE  # once, however often it is an input
-                key = taken, tuple(places[v] for v in kept)
+                key = taken, tuple(places[v] for v in live)
                 best[key] = min(cost, best.get(key, cost))
         for (taken, left), cost in best.items():
             yield Edge(i, taken, left, cost)
@@ -105,41 +105,41 @@ class _Formulation:
             return self.program.placements[value]
         return UNPLACED if value in self.program.parameters else REPLICATE
 
-    def _carry_out(
+    def _run(
         self, step: Step, call: Call, strategy: Strategy, where: dict[Value, InputPlacement]
     ) -> tuple[dict[Value, Placement], float]:
-        """Where the values of a step are after a strategy, and what it costs."""
+        """The placements of the values of a step after a strategy, and what it costs."""
         cost, places = self.model.run(call, strategy), {}
         for value, tensor, need in zip(step.inputs, call.inputs, strategy.inputs):
-            given = places.get(value, where[value])  # where an earlier use in the same step has left it
-            if given is UNPLACED:
+            now = places.get(value, where[value])  # the placement that an earlier use in the same step has left
+            if now is UNPLACED:
                 places[value] = need if isinstance(need, Shard) and need.layouts else REPLICATE
-                splits = any(self.candidates.layouts(value, d, n) for d, n in enumerate(tensor.shape))
-                cost += self.model.keep(tensor, places[value], splits)
+                shardable = any(self.candidates.layouts(value, d, n) for d, n in enumerate(tensor.shape))
+                cost += self.model.store(tensor, places[value], shardable)
                 continue
-            cost += self.model.move(given, need, nbytes(tensor))
-            if isinstance(given, Shard) and given != need and value in self.program.weights:
+            cost += self.model.move(now, need, nbytes(tensor))
+            if isinstance(now, Shard) and now != need and value in self.program.weights:
                 cost += self.model.gather_weight(tensor)
-            if given in (need, REPLICATE, SHARED):
-                places[value] = given  # a whole tensor stays whole, whatever part of it is used
-            elif isinstance(given, Partial) and isinstance(need, Shard) and need.layouts:
-                places[value] = need  # a sum that was scattered
+            if now in (need, REPLICATE, SHARED):
+                places[value] = now  # a full tensor stays, whatever part of it is used
+            elif isinstance(now, Partial) and isinstance(need, Shard) and need.layouts:
+                places[value] = need  # a partial value that was scattered
             else:
-                places[value] = REPLICATE  # what was gathered is there for the next
+                places[value] = REPLICATE  # later uses take the gathered tensor
         return {**places, **dict(zip(step.outputs, strategy.outputs))}, cost
 
-    def _offers(self, call: Call, given: Sequence[InputPlacement]) -> Iterator[Strategy]:
-        """Everything whole, and what the rule says, each input that is used in parts marked as such."""
+    def _strategies(self, call: Call, placements: Sequence[InputPlacement]) -> Iterator[Strategy]:
+        """The replicated strategy and those of the rule, replicated inputs of sharded results marked as shared."""
         yield replicated(call)
         rule = rule_for(call.target)
         if rule is None:
             return
-        free = [g is UNPLACED and not accepts_unplaced(call.target) for g in given]
-        options = [[REPLICATE, *self._cuts(call, i)] if f else [g] for i, (f, g) in enumerate(zip(free, given))]
+        free = [g is UNPLACED and not accepts_unplaced(call.target) for g in placements]
+        options = [[REPLICATE, *self._shards(call, i)] if f else [g] for i, (f, g) in enumerate(zip(free, placements))]
         for combination in product(*options):
             for s in rule(call, combination):
-                tensors, placements = (*call.inputs, *call.outputs), (*s.inputs, *s.outputs)
-                boxes = [(t, p) for t, p in zip(tensors, placements) if isinstance(p, Shard)]
+                tensors, all_placements = (*call.inputs, *call.outputs), (*s.inputs, *s.outputs)
+                boxes = [(t, p) for t, p in zip(tensors, all_placements) if isinstance(p, Shard)]
                 if not all(layout.fits(t.shape[d]) for t, p in boxes for d, layout in p.layouts):
                     continue
                 if any(p != REPLICATE for p in s.outputs):
@@ -148,7 +148,7 @@ class _Formulation:
                     s = Strategy(inputs, s.outputs, s.localize, s.kind)
                 yield s
 
-    def _cuts(self, call: Call, i: int) -> list[Placement]:
+    def _shards(self, call: Call, i: int) -> list[Placement]:
         return [Shard.of(d, x) for d in range(call.inputs[i].ndim) for x in call.layouts.get((i, d), ())]
 
     # -- solving -------------------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class _Formulation:
             r, k, x = (np.array(column) for column in zip(*entries))
             constraints.append(LinearConstraint(csr_array((x, (r, k)), shape=(len(self.rows), len(steps))), 0, 0))
         result = milp(
-            (costs - least[steps]) / UNIT,  # what every solution pays is left out: differences are small beside it
+            (costs - least[steps]) / UNIT,  # without what every solution pays: differences are small beside it
             integrality=np.ones(len(steps)),
             bounds=Bounds(0, 1),
             constraints=constraints,

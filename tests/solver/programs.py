@@ -14,11 +14,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from paraxis.capture import capture, simplify, to_aten
 from paraxis.passes.parameters import find_parameters
-from paraxis.solver import Program
+from paraxis.placement import Shard
+from paraxis.solver import Program, Solution
 
 
 def compiled_call_of(model: nn.Module, *args: Any, world: int = 2) -> Program:
-    """The program of a model, through the real capture."""
+    """The program of a model, captured as Paraxis does."""
     graphs: list[Any] = []
     with torch.no_grad():
         capture(model, args, {}, lambda graph, inputs: graphs.append((graph, inputs)))
@@ -48,8 +49,8 @@ def random_program(seed: int, world: int = 2) -> Program:
     picks = [(rng.random(), rng.random()) for _ in plan]
     weights = [torch.empty(width, width) for step in plan if step == "linear"]
 
-    def run(x: torch.Tensor, *given: torch.Tensor) -> Any:
-        taken = iter(given)
+    def run(x: torch.Tensor, *parameters: torch.Tensor) -> Any:
+        taken = iter(parameters)
         live = [x]
         for step, (a, b) in zip(plan, picks):
             left, right = live[int(a * len(live))], live[int(b * len(live))]
@@ -68,7 +69,7 @@ def random_program(seed: int, world: int = 2) -> Program:
 
 
 class Attention(nn.Module):
-    """Heads of its own, grouped or not."""
+    """Multi-head attention, grouped or not."""
 
     def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
@@ -88,6 +89,8 @@ class Attention(nn.Module):
 
 
 class Feedforward(nn.Module):
+    """A gated MLP."""
+
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
         self.gate = nn.Linear(width, inner, bias=False)
@@ -99,6 +102,8 @@ class Feedforward(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and MLP, one after the other or in parallel."""
+
     def __init__(self, width: int, heads: int, kv_heads: int, parallel: bool) -> None:
         super().__init__()
         self.attention, self.mlp = Attention(width, heads, kv_heads), Feedforward(width, 2 * width)
@@ -113,7 +118,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, head: the model whose answer is known."""
+    """Embedding, blocks, head: a model whose best plan is known."""
 
     def __init__(
         self, layers: int = 2, width: int = 32, heads: int = 8, kv_heads: int = 8, parallel: bool = False
@@ -128,3 +133,14 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+def transformer_program(world: int = 4) -> Program:
+    """Two blocks of the transformer, captured."""
+    return compiled_call_of(Transformer(layers=2), torch.zeros(2, 8, dtype=torch.long), world=world)
+
+
+def sharded_dims(program: Program, solution: Solution, name: str) -> list[int]:
+    """The dimensions on which a solution shards a parameter."""
+    placement = next(p for v, p in solution.parameters.items() if program.parameters[v] == name)
+    return [d for d, _ in placement.layouts] if isinstance(placement, Shard) else []

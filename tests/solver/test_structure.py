@@ -1,4 +1,4 @@
-"""How parameters may be cut, read off their uses."""
+"""How parameters may be split, from their uses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def edges(structure: Structure) -> set[int]:
     return ends
 
 
-def cuts(structure: Structure) -> set[int]:
+def splits(structure: Structure) -> set[int]:
     """Where a rank may end: at every unit."""
     places, at = set(), 0
     for size, unit in structure:
@@ -61,8 +61,8 @@ def test_refine_of_different_sizes_is_nothing() -> None:
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_refine_by_cuts(seed: int) -> None:
-    """Inside a segment, the refinement is cut only where both may be; between segments, where either has an edge."""
+def test_refine_by_splits(seed: int) -> None:
+    """Inside a segment, the refinement is split only where both may be; between segments, where either has an edge."""
     rng = random.Random(seed)
 
     def structure(total: int = 24) -> Structure:
@@ -77,7 +77,7 @@ def test_refine_by_cuts(seed: int) -> None:
     result = refine(a, b)
     assert result is not None and refine(b, a) == result
     assert edges(result) == edges(a) | edges(b)
-    assert cuts(result) - edges(result) - {0} <= cuts(a) & cuts(b)
+    assert splits(result) - edges(result) - {0} <= splits(a) & splits(b)
 
 
 def test_layout_of_segments() -> None:
@@ -132,7 +132,7 @@ def test_plain_features() -> None:
     assert rows(lambda x, w: F.relu(F.linear(x, w)), 8, 9) == [Layout.of(9, [[(0, 5)], [(5, 9)]])]
 
 
-def test_heads_stay_whole() -> None:
+def test_heads_are_not_split() -> None:
     function = lambda x, w: heads(F.linear(x, w), 4).softmax(-1)  # noqa: E731
     assert rows(function, 8, 12) == [Layout.even(12, 2, unit=3)]
     assert rows(function, 8, 12, world=8) == [Layout.even(12, 8, unit=3)], "four heads on eight ranks"
@@ -176,7 +176,7 @@ def test_gate_and_up_in_one() -> None:
 
 
 def test_interleaved_heads() -> None:
-    """``[head, qkv, size]``: each head brings its own q, k and v, so whole heads are cut."""
+    """``[head, qkv, size]``: each head has its own q, k and v, so the split is between heads."""
 
     def attention(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         q, k, v = F.linear(x, w).view(2, 6, 4, 3 * 2).transpose(1, 2).chunk(3, dim=-1)
@@ -196,7 +196,7 @@ def test_heads_inside_three() -> None:
 
 
 def test_uses_are_combined() -> None:
-    """Two uses of a product: cut where both allow it."""
+    """Two uses of a result: split where both allow it."""
 
     def both(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = F.linear(x, w)
@@ -205,15 +205,15 @@ def test_uses_are_combined() -> None:
     assert rows(both, 8, 24) == [Layout.even(24, 2, unit=6)]
 
 
-def test_a_table_may_be_uneven_in_its_rows() -> None:
+def test_the_rows_of_an_embedding_may_be_uneven() -> None:
     program = traced(lambda ids, w: F.embedding(ids, w), [torch.zeros(2, 3, dtype=torch.long)], [torch.empty(13, 8)], 2)
     Candidates(program)
     (step,) = [s for s in program.steps if s.call is not None]
     assert step.call is not None and step.call.layouts[0, 0] == (Layout.even(13, 2),)
 
 
-def test_tables_say_what_stays_together() -> None:
-    """Heads that an operator counts, and segments that it takes apart, reach the weight."""
+def test_structures_of_tables_reach_the_weight() -> None:
+    """Heads that an operator counts, and segments that it splits."""
 
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return packed_gate(head_softmax(F.linear(x, w), 12))
@@ -230,9 +230,9 @@ def test_tables_say_what_stays_together() -> None:
         assert [layout.local_size(60, rank) for rank in range(4)] == [20, 20, 10, 10]
 
 
-@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="this torch has no grouped product")
-def test_grouped_products_are_cut_in_whole_rows_of_16_bytes() -> None:
-    """``[gate|up]`` after torch's own grouped product: each half by itself, in units of eight numbers."""
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_grouped_mm"), reason="this torch has no grouped matmul")
+def test_grouped_matmuls_are_split_in_units_of_16_bytes() -> None:
+    """``[gate|up]`` after torch's grouped matmul: each half separately, in units of eight numbers."""
 
     def experts(x: torch.Tensor, ends: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         gate, up = torch.ops.aten._grouped_mm.default(x, w, ends).chunk(2, dim=-1)

@@ -16,25 +16,25 @@ from solver.programs import compiled_call_of, random_program, traced
 from zoo.tiny import tiny_config
 
 from paraxis.placement import Layout, Shard
-from paraxis.solver import CostModel, Program, Solution, search
+from paraxis.solver import CostModel, Program, Solution, pruning, search
 
 MODELS = [
     CostModel(latency=1e-9, replication=1e-12),
     CostModel(latency=1e-10, bandwidth=1e9, replication=0.0, flops=1e9, memory=1e9),
     CostModel(latency=1e-7, bandwidth=1e8, replication=1e-9, detour=0.0),
 ]
-"""Beside the default, in which latency and the memory of whole parameters decide."""
+"""Beside the default, in which latency and the memory of replicated parameters decide."""
 
 
 def check(program: Program, model: CostModel) -> Solution:
-    """The search finds what the integer program does; costs are far below what `approx` takes for nothing."""
+    """The search finds the optimum of the integer program (``abs=0``: costs are tiny)."""
     solution, _ = search(program, model)
     assert solution.cost == pytest.approx(optimum(program, model), rel=1e-6, abs=0.0)
     return solution
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_formulation_is_that_of_trying_everything(seed: int) -> None:
+def test_the_formulation_agrees_with_brute_force(seed: int) -> None:
     program = random_program(seed)
     for model in (CostModel(), *MODELS):
         assert optimum(program, model) == pytest.approx(cheapest(program, model, True), rel=1e-9, abs=0.0)
@@ -86,9 +86,9 @@ def test_architectures(name: str) -> None:
 SEARCH = importlib.import_module("paraxis.solver.search")
 
 
-def test_what_the_first_pass_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first pass that follows up two states often misses the optimum; the second one, bounded by it, does not."""
-    monkeypatch.setattr(SEARCH, "BEAM", 2)
+def test_the_second_pass_finds_what_the_first_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first pass that follows two states often misses the optimum; the second one, bounded by it, does not."""
+    monkeypatch.setattr(SEARCH, "BEAM_WIDTH", 2)
     missed = 0
     for seed in range(30):
         program = random_graph(seed)
@@ -101,8 +101,8 @@ def test_what_the_first_pass_leaves_out(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_too_much_work_is_not_called_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SEARCH, "BEAM", 2)
-    monkeypatch.setattr(SEARCH, "EFFORT", 0)
+    monkeypatch.setattr(SEARCH, "BEAM_WIDTH", 2)
+    monkeypatch.setattr(SEARCH, "MAX_WORK", 0)
     solutions = [search(random_graph(seed), CostModel())[0] for seed in range(10)]
     assert not all(solution.optimal for solution in solutions)
 
@@ -110,14 +110,17 @@ def test_too_much_work_is_not_called_optimal(monkeypatch: pytest.MonkeyPatch) ->
 # -- that the comparison can fail ----------------------------------------------------------------------------------
 
 
-def _one_state(self: Any, live: Any, states: Any, most: int) -> Any:
-    return dict(sorted(states.items(), key=lambda item: item[1][0])[:1])
+def _one_state(self: Any, frontier: Any, states: Any, remaining_uses: Any, limit: int) -> Any:
+    return dict(sorted(states.items(), key=lambda item: item[1][0])[:1]), False
 
 
-@pytest.mark.parametrize("method, broken", [("_prune", _one_state), ("_reaches", lambda *_: True)])
-def test_a_weaker_search_is_caught(monkeypatch: pytest.MonkeyPatch, method: str, broken: Any) -> None:
-    """One that keeps a single state, and one that takes every state for dominated by a cheaper one."""
-    monkeypatch.setattr(SEARCH._Search, method, broken)
+@pytest.mark.parametrize(
+    ("owner", "method", "broken"),
+    [(pruning.Pruner, "prune", _one_state), (pruning._Tolls, "dominates", lambda *_: True)],
+)
+def test_a_weaker_search_is_caught(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str, broken: Any) -> None:
+    """One that follows a single state, and one for which every cheaper state dominates."""
+    monkeypatch.setattr(owner, method, broken)
     caught = 0
     for seed in range(8):
         program = random_graph(seed)
@@ -132,7 +135,7 @@ def test_a_weaker_search_is_caught(monkeypatch: pytest.MonkeyPatch, method: str,
 
 
 def test_a_tensor_taken_twice() -> None:
-    """The square of a sum reduces it once."""
+    """The square of a partial value reduces it once."""
 
     def run(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y = F.linear(x, w)
@@ -143,14 +146,14 @@ def test_a_tensor_taken_twice() -> None:
     check(program, CostModel())
 
 
-def test_a_view_of_a_weight_that_must_be_whole() -> None:
-    """To gather it is no cheaper than to have kept the weight whole."""
+def test_a_view_of_a_weight_that_must_be_replicated() -> None:
+    """Gathering it is not cheaper than replicating the weight."""
     program = traced(lambda x, w: x @ w.t().flip(0, 1), [torch.empty(4, 8)], [torch.empty(8, 8)], 2)
     check(program, CostModel())
 
 
-def test_a_sum_that_is_scattered_and_then_needed_whole() -> None:
-    """Two collectives, where one before the sum is enough."""
+def test_a_partial_value_that_is_scattered_and_then_gathered() -> None:
+    """Two collectives, where one all-reduce is enough."""
 
     def run(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = torch.matmul(x, a).relu().sum(0)

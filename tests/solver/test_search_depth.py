@@ -1,4 +1,4 @@
-"""Graphs of any depth: nothing on the way from a captured graph to a solution goes down it by recursion."""
+"""Graphs of any depth: nothing from a captured graph to a solution recurses along it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def deep(blocks: int, length: int) -> tuple[GraphModule, dict[Node, str]]:
 
 @contextmanager
 def few_frames(count: int) -> Iterator[None]:
-    """Calls may nest only so much deeper than here."""
+    """Limits how much deeper than here calls may nest."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(len(inspect.stack(0)) + count)
     try:
@@ -61,7 +61,7 @@ def few_frames(count: int) -> Iterator[None]:
 
 
 def check(graph: GraphModule, weights: dict[Node, str], blocks: int) -> None:
-    """Every weight is split, with one collective to a block."""
+    """Every weight is sharded, with one collective per block."""
     program, model = Program(graph, weights, {}, 2), CostModel()
     solution, _ = search(program, model)
     assert solution.optimal and len(solution.strategies) == len(program.steps) - 1
@@ -73,7 +73,7 @@ def check(graph: GraphModule, weights: dict[Node, str], blocks: int) -> None:
 @long
 def test_twenty_thousand_nodes() -> None:
     blocks, length = 500, 40
-    check(simplify(deep(1, length)[0]), {}, 0)  # what is imported on first use
+    check(simplify(deep(1, length)[0]), {}, 0)  # loads what is imported on first use
     graph, weights = deep(blocks, length)
     assert sum(n.op == "call_function" for n in graph.graph.nodes) == 20_000
     with few_frames(60):
