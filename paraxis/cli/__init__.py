@@ -1,7 +1,7 @@
 """The command line, `paraxis`.
 
-One module per command, each with a function `command`; a new one is added to `COMMANDS` and nowhere else.
-Nothing here imports torch before a command runs, so that `--help` answers at once.
+One module per command, each with a function `command`. To add a command, add it to `COMMANDS`.
+No module here imports torch before a command runs, so that `--help` prints at once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import typer
 
 from .. import __version__
 from . import bench, calibrate, code, demo, diff, doctor, explain, export, generate, plan, verify
-from ._errors import ended_by_signals
+from ._errors import signals_raise
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "plan": plan.command,
@@ -31,27 +31,27 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 
 app = typer.Typer(
     name="paraxis",
-    help="Makes any PyTorch model tensor-parallel by itself.",
+    help="Tensor parallelism for any PyTorch model, without a hand-written plan.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"paraxis {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _options(
+def _global_options(
     version: Annotated[
         bool,
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Makes any PyTorch model tensor-parallel by itself."""
+    """Tensor parallelism for any PyTorch model, without a hand-written plan."""
 
 
 for _name, _command in COMMANDS.items():
@@ -59,6 +59,6 @@ for _name, _command in COMMANDS.items():
 
 
 def main() -> None:
-    """The entry point of the console script."""
-    with ended_by_signals():
+    """Run the command line: the entry point of the console script."""
+    with signals_raise():
         app()

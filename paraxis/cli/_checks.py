@@ -1,4 +1,4 @@
-"""Comparing a parallel model with the unsharded one, as any user would: by what it returns, learns and generates."""
+"""Comparing a parallel model with the unsharded one: outputs, loss, gradients and generated tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GRADIENT_LIMIT = 1e-3  # norm of the difference, relative to the norm of the gra
 
 @dataclass(frozen=True)
 class Check:
-    """One comparison with the unsharded model: how far off it is, and how far off it may be."""
+    """One comparison with the unsharded model: the error, and the largest error that passes."""
 
     name: str
     error: float
@@ -26,12 +26,13 @@ class Check:
 
     @property
     def passed(self) -> bool:
+        """Whether the error is within the limit."""
         return self.error <= self.limit  # False for NaN, too
 
 
 @dataclass
 class Outputs:
-    """All that is compared, as whole tensors; what was not asked for is None."""
+    """The full tensors to compare; None for those that were not requested."""
 
     results: dict[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
@@ -42,9 +43,9 @@ class Outputs:
 def outputs(
     model: Any, inputs: dict[str, Any], train: bool = False, generate: int | None = None, new_tokens: int = 12
 ) -> Outputs:
-    """Uses a model, sharded or not: a forward pass, a backward pass, a generation after ``generate`` tokens.
+    """Run a forward pass, with ``train`` a backward pass, and generation after ``generate`` tokens of the input.
 
-    ``inputs`` with ``labels`` make a loss; without, a weighted sum of all results is differentiated.
+    The backward pass starts from the loss if ``inputs`` have ``labels``, else from a weighted sum of all results.
     """
     import torch
 
@@ -54,10 +55,10 @@ def outputs(
     if train:
         returned = model(**inputs)
         loss = getattr(returned, "loss", None)
-        found.loss = None if loss is None else whole(loss.detach())
+        found.loss = None if loss is None else full_tensor(loss.detach())
         (weighted_sum(returned) if loss is None else loss).backward()
         found.gradients = {
-            name: None if parameter.grad is None else whole(parameter.grad)
+            name: None if parameter.grad is None else full_tensor(parameter.grad)
             for name, parameter in model.named_parameters()
         }
     if generate is not None:
@@ -68,7 +69,7 @@ def outputs(
 
 
 def results(returned: Any) -> dict[str, Tensor]:
-    """Every floating-point tensor that a model returns, by name. Caches are no results."""
+    """Every floating-point tensor that a model returns, by name, without KV caches."""
     import torch
 
     named: dict[str, Tensor] = {}
@@ -76,7 +77,7 @@ def results(returned: Any) -> dict[str, Tensor]:
     def add(name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
             if value.is_floating_point():
-                named[name or "output"] = whole(value)
+                named[name or "output"] = full_tensor(value)
         elif isinstance(value, dict):
             for key, inner in value.items():
                 add(f"{name}.{key}" if name else str(key), inner)
@@ -89,7 +90,7 @@ def results(returned: Any) -> dict[str, Tensor]:
 
 
 def weighted_sum(returned: Any) -> Tensor:
-    """A number that every result counts in, each element with a weight of its own."""
+    """A scalar that depends on every element of every result, each with its own random weight."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -101,13 +102,13 @@ def weighted_sum(returned: Any) -> Tensor:
     return total
 
 
-def whole(tensor: Any) -> Tensor:
-    """The full tensor of a sharded one, and a plain one as it is."""
+def full_tensor(tensor: Any) -> Tensor:
+    """The full tensor of a sharded one; a plain tensor unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def compare(ours: Outputs, theirs: Outputs) -> list[Check]:
-    """What the parallel model gives against what the unsharded one does."""
+    """Compare the outputs of the parallel model (``ours``) with those of the unsharded one (``theirs``)."""
     checks = [
         Check(f"{name} (max abs)", difference(ours.results.get(name), theirs.results.get(name)), OUTPUT_LIMIT)
         for name in sorted({*ours.results, *theirs.results})
@@ -122,36 +123,36 @@ def compare(ours: Outputs, theirs: Outputs) -> list[Check]:
 
 
 def compare_tokens(ours: Tensor | None, theirs: Tensor) -> Check:
-    """How many generated tokens differ: none may."""
-    alike = ours is not None and ours.shape == theirs.shape
-    differing = (ours != theirs).sum().item() if alike else float("inf")  # type: ignore[union-attr]
+    """The number of generated tokens that differ: none may."""
+    comparable = ours is not None and ours.shape == theirs.shape
+    differing = (ours != theirs).sum().item() if comparable else float("inf")  # type: ignore[union-attr]
     return Check("tokens (differing)", differing, 0, f"{theirs.numel()} tokens, prompts included")
 
 
 def difference(ours: Tensor | None, theirs: Tensor | None) -> float:
-    """The largest absolute difference; infinite where one is missing or the shapes differ."""
+    """The largest absolute difference; infinite if a tensor is missing or the shapes differ."""
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return float("inf")
     return (ours - theirs).abs().max().item() if theirs.numel() else 0.0
 
 
 def compare_gradients(ours: dict[str, Tensor | None], theirs: dict[str, Tensor | None]) -> Check:
-    """The worst relative error over all parameters, and whose it is."""
+    """The largest relative error over all parameters, and its parameter."""
     errors = {name: relative_error(ours.get(name), theirs.get(name)) for name in sorted({*ours, *theirs})}
-    # NaN compares with nothing, so it has to be looked for.
+    # NaN is neither smaller nor larger than anything: `max` alone would miss it.
     worst = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
     return Check("gradients (relative)", errors[worst], GRADIENT_LIMIT, f"worst of {len(errors)}: {worst}")
 
 
 def relative_error(ours: Tensor | None, theirs: Tensor | None) -> float:
-    """The norm of the difference over the norm of the reference; infinite where one of them is missing."""
+    """The norm of the difference over the norm of the reference; infinite if one of them is missing."""
     if ours is None or theirs is None or ours.shape != theirs.shape:
         return 0.0 if ours is theirs else float("inf")
     return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
 
 
 def all_agree(passed: bool) -> bool:
-    """Whether every rank has passed, known to every rank."""
+    """Whether the checks passed on every rank."""
     import torch
     import torch.distributed as dist
 
@@ -161,13 +162,13 @@ def all_agree(passed: bool) -> bool:
 
 
 def checks_table(by_rank: Sequence[list[Check]]) -> Table:
-    """Each check with its worst result over the ranks."""
+    """One row per check, with its largest error over the ranks."""
     from rich.table import Table
 
-    table = Table("check", "error (worst rank)", "limit", "result", "", title="Against the unsharded model")
+    table = Table("check", "error (worst rank)", "limit", "result", "", title="Parallel vs. unsharded model")
     for checks in zip(*by_rank):
         failed = [check for check in checks if not check.passed]
         worst = failed[0] if failed else max(checks, key=lambda check: check.error)
-        verdict = "[red]differs[/red]" if failed else "[green]same[/green]"
+        verdict = "[red]differs[/red]" if failed else "[green]match[/green]"
         table.add_row(worst.name, f"{worst.error:.3g}", f"{worst.limit:g}", verdict, worst.detail)
     return table

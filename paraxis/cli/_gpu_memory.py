@@ -1,4 +1,4 @@
-"""How many ranks a model needs on a kind of GPU."""
+"""The smallest number of ranks whose memory fits on a GPU."""
 
 from __future__ import annotations
 
@@ -11,44 +11,45 @@ from ._errors import UsageError
 if TYPE_CHECKING:
     from .. import Plan
 
-SIZES = {"a100": 80, "h100": 80, "h200": 141, "b200": 180, "l40s": 48, "a10": 24, "rtx4090": 24, "v100": 32}
-"""GB of GPUs that are known by name; another size is said after a dash, as in ``A100-40GB``."""
+GPU_GB = {"a100": 80, "h100": 80, "h200": 141, "b200": 180, "l40s": 48, "a10": 24, "rtx4090": 24, "v100": 32}
+"""Memory of GPUs by name, in GB; another size follows a dash, as in ``A100-40GB``."""
 USABLE = 0.9
-"""The part of a GPU's memory that is left for the model: the rest is for kernels, collectives and fragments."""
-MOST = 64
-"""The largest number of ranks that is tried."""
+"""The fraction of a GPU's memory that a plan may fill; kernels, collectives and fragmentation take the rest."""
+MAX_RANKS = 64
+"""The largest number of ranks that ``--tp auto`` tries."""
 
 
-def bytes_of(gpu: str) -> int:
-    """The memory of a GPU by its name, as in ``H100``, ``A100-40GB`` or ``24GB``."""
-    found = re.search(r"(?:^|\w[\s-])(\d+(?:\.\d+)?)\s*GB$", gpu.strip(), re.IGNORECASE)
-    size = float(found[1]) if found else SIZES.get(gpu.strip().lower())
-    if found and not size:
-        raise UsageError(f"--gpu {gpu!r} has no memory: say its size, as in 'A100-40GB'")
+def gpu_bytes(gpu: str) -> int:
+    """The memory of a GPU from its name: ``H100``, ``A100-40GB`` or ``24GB``."""
+    size_match = re.search(r"(?:^|\w[\s-])(\d+(?:\.\d+)?)\s*GB$", gpu.strip(), re.IGNORECASE)
+    size = float(size_match[1]) if size_match else GPU_GB.get(gpu.strip().lower())
+    if size_match and not size:
+        raise UsageError(f"--gpu {gpu!r}: a GPU needs memory; add its size, as in 'A100-40GB'")
     if size is None:
-        raise UsageError(f"--gpu {gpu!r} is not known: say its size, as in '{gpu}-80GB', or one of {', '.join(SIZES)}")
+        names = ", ".join(GPU_GB)
+        raise UsageError(f"unknown GPU: --gpu {gpu!r}. Add its memory, as in '{gpu}-80GB', or use one of {names}")
     return int(size * 1e9)
 
 
-def room_on(gpu: str) -> int:
-    """The bytes of a GPU that are counted on."""
-    return int(bytes_of(gpu) * USABLE)
+def usable_bytes(gpu: str) -> int:
+    """The bytes of a GPU that a plan may fill."""
+    return int(gpu_bytes(gpu) * USABLE)
 
 
-def fewest(gpu: str, plan: Callable[[int], Plan]) -> Plan:
-    """The plan for the smallest power of two of ranks with which a rank fits on the GPU."""
-    room, ranks = room_on(gpu), 1
+def smallest_fitting_plan(gpu: str, plan: Callable[[int], Plan]) -> Plan:
+    """The plan with the fewest ranks, a power of two, whose memory per rank fits on the GPU."""
+    limit, ranks = usable_bytes(gpu), 1
     found = plan(ranks)
     assert found.memory is not None
-    alone = found.memory.total
-    while found.memory.total > room:
+    unsharded = found.memory.total
+    while found.memory.total > limit:
         ranks *= 2
-        while alone / ranks > room and ranks < MOST:
-            ranks *= 2  # it would not fit even if all of it were split
-        if ranks > MOST:
+        while unsharded / ranks > limit and ranks < MAX_RANKS:
+            ranks *= 2  # too large even if every byte were sharded
+        if ranks > MAX_RANKS:
             raise ValueError(
-                f"no number of ranks up to {MOST} makes it fit on {gpu}, of which {USABLE:.0%} are counted on: over "
-                f"{found.world_size} it takes {found.memory}"
+                f"the model does not fit on {MAX_RANKS} ranks or fewer: {USABLE:.0%} of {gpu} are "
+                f"{limit / 1e9:.3g} GB, and {found.world_size} ranks need {found.memory}"
             )
         found = plan(ranks)
         assert found.memory is not None

@@ -1,4 +1,4 @@
-"""What the commands share: launching ranks on this machine, and the console they print to."""
+"""Launching ranks on this machine, and the console that commands print to."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
-from ._errors import Ended, UsageError
+from ._errors import Terminated, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-# One thread per rank: the ranks share the machine's cores.
+# One thread per rank: the ranks share the cores of the machine.
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
-    # Ranks that are ended leave semaphores to the process that looks after such things, which says so.
+    # Python's resource tracker warns of the semaphores that terminated ranks leave behind, and removes them.
     "PYTHONWARNINGS": ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), "ignore:resource_tracker:UserWarning"])),
 }
 
-RANKS_PER_CORE, LEAST_MOST = 8, 16
-"""How many ranks are started here at most, per core and in any case: each takes a few hundred MB before it begins."""
+MAX_RANKS_PER_CORE, MAX_RANKS_ANYWHERE = 8, 16
+"""The limit of ranks per core, and the limit for a machine of few cores: a rank takes a few hundred MB to start."""
 
-ENDING = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT")
-"""The signals that ask a process to end."""
+TERMINATING_SIGNALS = ("SIGTERM", "SIGHUP", "SIGQUIT", "SIGINT")
 
-# They repeat a rank's traceback line by line, each with a prefix; `RankFailed` says it once.
-CHATTY_LOGGERS = (
+# They repeat a rank's traceback line by line, each with a prefix; `RankFailed` shows it once.
+VERBOSE_LOGGERS = (
     "torch.distributed.elastic.agent.server.api",
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.launcher.api",
@@ -45,56 +44,56 @@ CHATTY_LOGGERS = (
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, or its process died. The message names the rank and holds its traceback."""
+    """A rank raised, or its process died. The message has the rank and its traceback."""
 
     @property
-    def in_short(self) -> str:
-        """Who failed and of what, without the way there."""
-        who, *lines = str(self).splitlines()
+    def summary(self) -> str:
+        """The rank and its error without the traceback."""
+        rank, *lines = str(self).splitlines()
         starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(:|$)", line)]
-        return " ".join([who, *lines[starts[-1] :]]) if starts else str(self)
+        return " ".join([rank, *lines[starts[-1] :]]) if starts else str(self)
 
 
 def console() -> Console:
-    """A console as wide as the terminal, or wide enough for tables where the output goes to a file."""
+    """A console as wide as the terminal; wide enough for tables if the output goes to a file or a pipe."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else 120)
 
 
 def check_ranks(world_size: int) -> None:
-    """Say that there are to be more ranks than this machine can bear before anything is done."""
+    """Raise before the work starts if this machine cannot run so many ranks."""
     cores = os.cpu_count() or 1
-    if not launched() and world_size > max(LEAST_MOST, RANKS_PER_CORE * cores):
+    if not is_launched() and world_size > max(MAX_RANKS_ANYWHERE, MAX_RANKS_PER_CORE * cores):
         raise UsageError(
-            f"--tp {world_size}: that many processes are too many for this machine of {cores} cores. Give a smaller "
-            "--tp, start the ranks on several machines with torchrun, or see what they would do with `paraxis plan`."
+            f"--tp {world_size} is too many processes for this machine with {cores} cores: use a smaller --tp, start "
+            "the ranks on several machines with torchrun, or simulate them with `paraxis plan`"
         )
 
 
 def launch(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs the module-level function `fn(*args)` in `world_size` processes and returns their results by rank.
+    """Run the module-level function `fn(*args)` in `world_size` processes and return their results by rank.
 
-    The processes are started by torch's elastic launcher, with the environment that `init_process_group`
-    reads, and meet over loopback. When one fails, the others are ended and `RankFailed` is raised. A command that was
-    itself started by the launcher (`torchrun`) is one of the ranks: it runs `fn` and has its own result alone.
+    torch's elastic launcher starts the processes, which connect over loopback. If one fails, the others are terminated
+    and `RankFailed` is raised. A command that `torchrun` started is itself one of the ranks: it runs `fn` and returns
+    only its own result.
     """
-    if launched():
-        found = int(os.environ["WORLD_SIZE"])
-        if found != world_size:
-            raise UsageError(f"--tp {world_size}, but the launcher has started {found} ranks: make them the same")
+    if is_launched():
+        launched = int(os.environ["WORLD_SIZE"])
+        if launched != world_size:
+            raise UsageError(f"--tp {world_size}, but the launcher started {launched} ranks: use --tp {launched}")
         return [fn(*args)]
     check_ranks(world_size)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in CHATTY_LOGGERS:
+    for name in VERBOSE_LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    chosen: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     if "signals_to_handle" in LaunchConfig.__dataclass_fields__:
-        chosen["signals_to_handle"] = "SIGTERM,SIGHUP,SIGQUIT"  # an interrupt becomes the first of them
-    quietly: AbstractContextManager[list[int]] = _interrupts_for_this_process_alone() if chosen else nullcontext([])
+        options["signals_to_handle"] = "SIGTERM,SIGHUP,SIGQUIT"  # SIGINT is forwarded as SIGTERM
+    interrupts: AbstractContextManager[list[int]] = _forward_interrupts() if options else nullcontext([])
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -104,44 +103,49 @@ def launch(world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         local_addr="localhost",
         max_restarts=0,
         start_method="spawn",
-        **chosen,
+        **options,
     )
-    with _environment(WORKER_ENVIRONMENT), _same_handlers(), _started_whole(), quietly as interrupted:
+    with (
+        _environment(WORKER_ENVIRONMENT),
+        _restore_handlers(),
+        _defer_signals_during_start(),
+        interrupts as interrupted,
+    ):
         try:
             results = elastic_launch(config, _run)(fn, *args)
-        except SignalException as ending:
-            _end_ranks()
-            raise (KeyboardInterrupt if interrupted else Ended(ending.sigval)) from ending
+        except SignalException as received:
+            _kill_ranks()
+            raise (KeyboardInterrupt if interrupted else Terminated(received.sigval)) from received
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             raise RankFailed(f"rank {rank} failed:\n{_describe(failure)}") from None
     return [results[rank] for rank in range(world_size)]
 
 
-def _end_ranks() -> None:
-    """End ranks that the launcher does not know yet: a signal may come while it starts them."""
-    left = multiprocessing.active_children()
-    for process in left:
+def _kill_ranks() -> None:
+    """Kill ranks that the launcher does not know of: a signal may arrive while it starts them."""
+    remaining = multiprocessing.active_children()
+    for process in remaining:
         process.kill()
-    for process in left:
+    for process in remaining:
         process.join(10)
 
 
 def _run(fn: Callable[..., Any], *args: Any) -> Any:
-    """What a rank runs: `fn`, with interrupts ending it from here on, as they do when its launcher dies."""
+    """Run `fn` in a rank. From here on SIGINT ends the process, as it must when the launcher dies."""
     if hasattr(signal, "pthread_sigmask"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     return fn(*args)
 
 
-def join() -> Any:
-    """Meet the other ranks, each with a GPU of its own if there are enough; the device of this rank."""
+def init_process_group() -> Any:
+    """Initialize torch.distributed: NCCL if there is a GPU for every rank, else gloo. Returns the rank's device."""
     import torch
     import torch.distributed as dist
 
-    local, here = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= here:
+    local, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if torch.cuda.is_available() and torch.cuda.device_count() >= local_world:
         torch.cuda.set_device(local)
         dist.init_process_group("nccl", device_id=torch.device("cuda", local))
         return torch.device("cuda", local)
@@ -149,97 +153,98 @@ def join() -> Any:
     return torch.device("cpu")
 
 
-def launched() -> bool:
-    """Whether this process is one of several that torch's launcher has started."""
+def is_launched() -> bool:
+    """Whether torch's launcher (torchrun) started this process as one of several ranks."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def is_first() -> bool:
-    """Whether this process is the one that speaks for all ranks."""
-    return not launched() or os.environ.get("RANK") == "0"
+def is_rank0() -> bool:
+    """Whether this process prints for all ranks."""
+    return not is_launched() or os.environ.get("RANK") == "0"
 
 
 def _describe(failure: Any) -> str:
-    """The traceback that the launcher recorded, or how the process ended where there is none."""
+    """The traceback that the launcher recorded, or the exit code if there is none."""
     message = failure.message
     if isinstance(message, str):
-        died = f"its process ended with exit code {failure.exitcode} and no traceback"
-        return message if failure.exitcode < 0 else died
+        exited = f"its process exited with code {failure.exitcode} and no traceback"
+        return message if failure.exitcode < 0 else exited
     return message.get("extraInfo", {}).get("py_callstack") or str(message.get("message", message))
 
 
 @contextmanager
-def _interrupts_for_this_process_alone() -> Iterator[list[int]]:
-    """Ctrl-C goes to all processes of a terminal, and every rank would show where it was; this one ends them anyway.
+def _forward_interrupts() -> Iterator[list[int]]:
+    """Handle Ctrl-C in this process only. A terminal sends it to every rank, and each would print its own traceback.
 
-    Processes that are started meanwhile begin with the signal blocked, as this thread has it. It still reaches this
-    process, by way of a thread that does not block it, and becomes the signal on which the launcher ends the ranks; it
-    is noted in the list that is given.
+    SIGINT is blocked in this thread, and processes started from it inherit that. It still reaches this process through
+    another thread, which does not block it, and is forwarded as SIGTERM, on which the launcher terminates the ranks.
+    Yields the list of interrupts received.
     """
-    seen: list[int] = []
+    received: list[int] = []
     if not hasattr(signal, "pthread_sigmask") or threading.current_thread() is not threading.main_thread():
-        yield seen
+        yield received
         return
     resource_tracker.ensure_running()  # starting it with the first process would unblock the signal
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
 
-    def pass_on(number: int, _: Any) -> None:
-        seen.append(number)
-        if len(seen) == 1:
+    def forward(number: int, _: Any) -> None:
+        received.append(number)
+        if len(received) == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        else:  # again: somebody does not want to wait for the ranks to end by themselves
+        else:  # a second Ctrl-C: do not wait for the ranks to exit
             for process in multiprocessing.active_children():
                 process.kill()
 
-    handler = signal.signal(signal.SIGINT, pass_on)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    handler = signal.signal(signal.SIGINT, forward)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield seen
+        yield received
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, handler)
         done.set()
 
 
 @contextmanager
-def _same_handlers() -> Iterator[None]:
-    """The launcher leaves its handlers of signals behind; put those back that were there before."""
-    here = threading.current_thread() is threading.main_thread()
-    numbers = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers} if here else {}
+def _restore_handlers() -> Iterator[None]:
+    """Restore the signal handlers, which the launcher replaces and leaves replaced."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    numbers = [getattr(signal, name) for name in TERMINATING_SIGNALS if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers} if in_main_thread else {}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
 @contextmanager
-def _started_whole() -> Iterator[None]:
-    """Take a signal that comes while a process is being started once it is.
+def _defer_signals_during_start() -> Iterator[None]:
+    """Deliver a signal that arrives while a process is being started only after the start.
 
-    Before that it is known to nobody who could end it, and it would complain that it was told but half of what to do.
+    Before that nothing knows the process that could terminate it, and it would print an error about the half of its
+    arguments that it did not receive.
     """
     start = SpawnProcess.start
 
-    def whole(process: SpawnProcess) -> None:
+    def deferring_start(process: SpawnProcess) -> None:
         if threading.current_thread() is not threading.main_thread():
             return start(process)
-        came: list[int] = []
-        numbers = [getattr(signal, name) for name in ENDING if hasattr(signal, name)]
+        received: list[int] = []
+        numbers = [getattr(signal, name) for name in TERMINATING_SIGNALS if hasattr(signal, name)]
         handlers = {number: handler for number in numbers if callable(handler := signal.getsignal(number))}
         for number in handlers:
-            signal.signal(number, lambda number, _: came.append(number))
+            signal.signal(number, lambda number, _: received.append(number))
         try:
             start(process)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-        if came:
-            os.kill(os.getpid(), came[0])
+        if received:
+            os.kill(os.getpid(), received[0])
 
-    SpawnProcess.start = whole  # type: ignore[method-assign, assignment]
+    SpawnProcess.start = deferring_start  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -248,13 +253,13 @@ def _started_whole() -> Iterator[None]:
 
 @contextmanager
 def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Sets environment variables, for the processes started meanwhile, and puts the old values back."""
-    before = {name: os.environ.get(name) for name in values}
+    """Set environment variables for the processes started inside, and restore the old values."""
+    previous = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

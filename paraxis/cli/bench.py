@@ -1,4 +1,4 @@
-"""`paraxis bench`: how fast a model is over the ranks of this machine, and alone."""
+"""`paraxis bench`: load time, prefill, decode and training speed on the ranks of this machine, and unsharded."""
 
 from __future__ import annotations
 
@@ -10,100 +10,124 @@ from typing import Annotated, Any
 
 import typer
 
-from ._errors import Debug, told
-from ._launch import check_ranks, console, is_first, join, launch
-from ._planning import JsonOption, Model, Ranks, check_dtype, check_model, quiet
+from ._errors import Debug, renamed_option, report_errors
+from ._launch import check_ranks, console, init_process_group, is_rank0, launch
+from ._options import DtypeOption, JsonOption, LayersOption, Model, Ranks, check_dtype, check_model, quiet
 from .verify import checkpoint
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is measured."""
+    """The workload to measure."""
 
     folder: str
-    prompt: int
-    tokens: int
+    input_len: int
+    output_len: int
     batch: int
     dtype: str
-    compiled: bool
+    compile: bool
     train: bool
 
 
 @dataclass
 class Figures:
-    """What one of the ranks, or the model alone, took. Seconds, and bytes."""
+    """Measurements of one rank, or of the unsharded model: seconds and bytes.
+
+    Attributes:
+        load: Loading the model, planning included.
+        plan: Planning.
+        first_prefill: The first prefill, which compiles.
+        prefill: A later prefill: the time to first token (TTFT).
+        decode: A decode step: the time per output token.
+        training_step: A forward and backward pass; None if not measured.
+        parameters: Bytes of parameters.
+        peak_memory: Peak memory: allocated on a GPU, resident on a CPU.
+        collectives: Collectives per forward pass.
+    """
 
     load: float
     plan: float
-    first: float
-    prompt: float
-    token: float
-    training: float | None
+    first_prefill: float
+    prefill: float
+    decode: float
+    training_step: float | None
     parameters: int
-    memory: int
+    peak_memory: int
     collectives: int
 
 
 def command(
     model: Model,
     tp: Ranks = 2,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 512,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens to decode after it.")] = 32,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 1,
-    dtype: Annotated[str, typer.Option(help="Of the weights; 'auto' for what the checkpoint says.")] = "auto",
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Only so many layers, with random weights: for models that do not fit.")
-    ] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Run the local programs through Inductor.")] = False,
-    train: Annotated[bool, typer.Option("--train", help="Measure a training step on the prompt, too.")] = False,
-    alone: Annotated[bool, typer.Option(help="Measure the unsharded model on one device, too.")] = True,
+    input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens per sequence to prefill.")] = 512,
+    output_len: Annotated[int, typer.Option("--output-len", min=1, help="Tokens per sequence to decode.")] = 32,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences in a batch.")] = 1,
+    dtype: DtypeOption = "auto",
+    layers: LayersOption = None,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile with TorchInductor.")] = False,
+    train: Annotated[bool, typer.Option("--train", help="Also measure a training step on the input.")] = False,
+    baseline: Annotated[
+        bool, typer.Option("--baseline/--no-baseline", help="Also measure the unsharded model on one device.")
+    ] = True,
     as_json: JsonOption = False,
     debug: Debug = False,
+    prompt: Annotated[int | None, typer.Option("--prompt", min=1, hidden=True)] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, hidden=True)] = None,
+    alone: Annotated[bool | None, typer.Option("--alone/--no-alone", hidden=True)] = None,
 ) -> None:
-    """Measure a language model over ranks of this machine: loading, a prompt, and tokens after it.
+    """Measure a language model on ranks of this machine: load time, prefill, decode, memory.
 
-    Weights are those of the checkpoint, or random where there are none. Every rank has one thread on a CPU, and so has
-    the model alone.
+    Uses the checkpoint's weights, or random weights if there are none. On CPUs every rank, and the unsharded model, has
+    one thread.
 
-    Example: paraxis bench org/model --tp 4 --prompt 2048 --compile
+    Example: paraxis bench org/model --tp 4 --input-len 2048 --compile
     """
-    with told(debug), tempfile.TemporaryDirectory(prefix="paraxis-bench-") as made:
+    with report_errors(debug), tempfile.TemporaryDirectory(prefix="paraxis-bench-") as temporary:
+        if prompt is not None:
+            renamed_option("--prompt", "--input-len")
+            input_len = prompt
+        if tokens is not None:
+            renamed_option("--tokens", "--output-len")
+            output_len = tokens
+        if alone is not None:
+            renamed_option("--alone/--no-alone", "--baseline/--no-baseline")
+            baseline = alone
         check_model(model)
         check_ranks(tp)
         check_dtype(dtype)
         quiet()
-        folder, what = checkpoint(model, layers, made)
-        task = Task(folder, prompt, tokens, batch, dtype, compiled, train)
-        split = launch(tp, run_rank, task)
-        single = launch(1, run_alone, task)[0] if alone and is_first() and len(split) == tp else None
-        if is_first():
-            show(split, single, task, what, tp, as_json)
+        folder, weights = checkpoint(model, layers, temporary)
+        task = Task(folder, input_len, output_len, batch, dtype, compile, train)
+        parallel = launch(tp, run_rank, task)
+        measure_baseline = baseline and is_rank0() and len(parallel) == tp
+        unsharded = launch(1, run_unsharded, task)[0] if measure_baseline else None
+        if is_rank0():
+            show(parallel, unsharded, task, weights, tp, as_json)
 
 
 def run_rank(task: Task) -> Figures:
-    """What each rank does."""
+    """Measure the parallel model on one rank."""
     import torch.distributed as dist
 
     from .. import ParallelExecutionCtx, parallelize_model
 
     quiet()
-    device = join()
+    device = init_process_group()
     try:
         assert dist.group.WORLD is not None
         ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)
 
         planning = 0.0
 
-        def bring_up() -> Any:
+        def load() -> Any:
             nonlocal planning
-            options: dict[str, Any] = {"compile": "inductor"} if task.compiled else {}
+            options: dict[str, Any] = {"compile": "inductor"} if task.compile else {}
             model = parallelize_model(task.folder, ctx, torch_dtype=task.dtype, show_progress=False, **options)
-            planning = sum(
-                seconds for stage, seconds in ctx.timings.items() if stage != "load"
-            )  # later calls add to it
+            # read now: later calls add to the timings
+            planning = sum(seconds for stage, seconds in ctx.timings.items() if stage != "load")
             return model
 
-        found = measure(bring_up, device, task)
+        found = measure(load, device, task)
         assert ctx.plan is not None
         found.plan = planning
         found.collectives = len(ctx.plan.collectives)
@@ -112,8 +136,8 @@ def run_rank(task: Task) -> Figures:
         dist.destroy_process_group()
 
 
-def run_alone(task: Task) -> Figures:
-    """The unsharded model."""
+def run_unsharded(task: Task) -> Figures:
+    """Measure the unsharded model on one device."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,8 +146,8 @@ def run_alone(task: Task) -> Figures:
     return measure(lambda: AutoModelForCausalLM.from_pretrained(task.folder, dtype=task.dtype).to(device), device, task)
 
 
-def measure(bring_up: Any, device: Any, task: Task) -> Figures:
-    """Time everything that a user waits for; the first prompt and tokens, which compile, apart from later ones."""
+def measure(load: Callable[[], Any], device: Any, task: Task) -> Figures:
+    """Time loading, prefill, decode and a training step; the first calls, which compile, count separately."""
     import resource
     from statistics import median
     from time import perf_counter
@@ -140,25 +164,25 @@ def measure(bring_up: Any, device: Any, task: Task) -> Figures:
             torch.cuda.synchronize(device)
         return perf_counter() - started, result
 
-    def read(ids: Any, cache: Any) -> Any:
+    def next_token(ids: Any, cache: Any) -> Any:
         return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
 
-    load, model = timed(bring_up)
+    load_time, model = timed(load)
     model.eval()
     if not model.can_generate():
-        raise ValueError(f"{type(model).__name__} does not generate tokens; this command measures those that do")
+        raise ValueError(f"{type(model).__name__} cannot generate; `paraxis bench` measures language models")
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.arange(task.batch * task.prompt, device=device).view(task.batch, -1) % (vocabulary - 1) + 1
-    prompts, times = [], []
+    ids = torch.arange(task.batch * task.input_len, device=device).view(task.batch, -1) % (vocabulary - 1) + 1
+    prefills, decodes = [], []
     with torch.no_grad():
-        for turn in range(3):
+        for repeat in range(3):
             cache = DynamicCache(config=model.config)
-            seconds, token = timed(read, ids, cache)
-            prompts.append(seconds)
-            for _ in range(task.tokens if turn else 3):
-                seconds, token = timed(read, token, cache)
-                times += [seconds] if turn else []
-    training = None
+            seconds, token = timed(next_token, ids, cache)
+            prefills.append(seconds)
+            for _ in range(task.output_len if repeat else 3):
+                seconds, token = timed(next_token, token, cache)
+                decodes += [seconds] if repeat else []
+    training_step = None
     if task.train:
 
         def step() -> None:
@@ -166,57 +190,64 @@ def measure(bring_up: Any, device: Any, task: Task) -> Figures:
             model.zero_grad()
 
         step()
-        training = min(timed(step)[0] for _ in range(2))
-    local = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-    peak = (
-        torch.cuda.max_memory_allocated(device)
-        if device.type == "cuda"
-        else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    )
+        training_step = min(timed(step)[0] for _ in range(2))
+    shards = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
     return Figures(
-        load, 0.0, prompts[0], min(prompts[1:]), median(times), training, sum(p.nbytes for p in local), peak, 0
+        load=load_time,
+        plan=0.0,
+        first_prefill=prefills[0],
+        prefill=min(prefills[1:]),
+        decode=median(decodes),
+        training_step=training_step,
+        parameters=sum(p.nbytes for p in shards),
+        peak_memory=(
+            torch.cuda.max_memory_allocated(device)
+            if device.type == "cuda"
+            else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        ),
+        collectives=0,
     )
 
 
-def show(split: list[Figures], single: Figures | None, task: Task, what: str, tp: int, as_json: bool) -> None:
-    """The slowest rank, and the most memory of any, beside the model alone."""
+def show(parallel: list[Figures], unsharded: Figures | None, task: Task, weights: str, tp: int, as_json: bool) -> None:
+    """Print the slowest rank's times and the largest memory, beside the unsharded model's."""
     from rich.table import Table
 
     from ..plan import size_text
 
-    worst = Figures(**{key: _most([getattr(each, key) for each in split]) for key in asdict(split[0])})
+    worst = Figures(**{key: _largest([getattr(each, key) for each in parallel]) for key in asdict(parallel[0])})
     if as_json:
         data = {
             "world_size": tp,
-            "weights": what,
+            "weights": weights,
             **{key: value for key, value in asdict(task).items() if key != "folder"},
             "parallel": asdict(worst),
-            "alone": None if single is None else asdict(single),
+            "unsharded": None if unsharded is None else asdict(unsharded),
         }
         typer.echo(json.dumps(data, indent=1))
         return
-    table = Table(title=f"{task.batch} × {task.prompt} tokens and {task.tokens} after them, {what}")
-    for column in ("", f"{tp} ranks", *(["alone", "times as fast"] if single is not None else [])):
+    table = Table(title=f"Batch of {task.batch}, {task.input_len} tokens in, {task.output_len} out, {weights}")
+    for column in ("", f"{tp} ranks", *(["unsharded", "speedup"] if unsharded is not None else [])):
         table.add_column(column)
     rows: list[tuple[str, str, Callable[[Any], str]]] = [
         ("load", "load", lambda x: f"{x:.1f} s"),
-        ("of which planning", "plan", lambda x: f"{x:.1f} s"),
-        ("first prompt", "first", lambda x: f"{x:.2f} s"),
-        ("prompt", "prompt", lambda x: f"{x * 1e3:.1f} ms"),
-        ("token", "token", lambda x: f"{x * 1e3:.2f} ms"),
-        ("training step", "training", lambda x: f"{x * 1e3:.0f} ms"),
-        ("parameters", "parameters", size_text),
-        ("most memory", "memory", size_text),
-        ("collectives in a pass", "collectives", str),
+        ("  of that, planning", "plan", lambda x: f"{x:.1f} s"),
+        ("first prefill (compiles)", "first_prefill", lambda x: f"{x:.2f} s"),
+        ("prefill (TTFT)", "prefill", lambda x: f"{x * 1e3:.1f} ms"),
+        ("decode (time per output token)", "decode", lambda x: f"{x * 1e3:.2f} ms"),
+        ("training step", "training_step", lambda x: f"{x * 1e3:.0f} ms"),
+        ("parameters per rank", "parameters", size_text),
+        ("peak memory per rank", "peak_memory", size_text),
+        ("collectives per forward", "collectives", str),
     ]
     for title, key, text in rows:
-        ours, theirs = getattr(worst, key), None if single is None else getattr(single, key)
+        ours, theirs = getattr(worst, key), None if unsharded is None else getattr(unsharded, key)
         if ours is None:
             continue
-        ratio = f"{theirs / ours:.2f}" if key in ("prompt", "token", "training") and theirs else ""
-        table.add_row(title, text(ours), *([text(theirs or 0), ratio] if single is not None else []))
+        speedup = f"{theirs / ours:.2f}×" if key in ("prefill", "decode", "training_step") and theirs else ""
+        table.add_row(title, text(ours), *([text(theirs or 0), speedup] if unsharded is not None else []))
     console().print(table)
 
 
-def _most(values: list[Any]) -> Any:
+def _largest(values: list[Any]) -> Any:
     return None if values[0] is None else max(values)

@@ -1,4 +1,4 @@
-"""`paraxis calibrate`: measure what the ranks of this machine can do, for the costs of plans."""
+"""`paraxis calibrate`: measure collectives, matmuls and memory bandwidth of this machine, for the cost model."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ._errors import Debug, check_output, told
-from ._launch import console, is_first, launch
-from ._planning import MOST_RANKS, JsonOption
+from ._errors import Debug, check_output, report_errors
+from ._launch import console, is_rank0, launch
+from ._options import MAX_RANKS, JsonOption
 
 SMALL, LARGE = 256, 1 << 22
 """Elements of the tensors that latency and bandwidth are measured with."""
@@ -21,18 +21,18 @@ REPEATS = 20
 
 
 def command(
-    tp: Annotated[int, typer.Option("--tp", min=2, max=MOST_RANKS, help="Number of ranks to measure with.")] = 2,
-    out: Annotated[Path, typer.Option("--out", help="Where to write the machine.")] = Path("machine.json"),
+    tp: Annotated[int, typer.Option("--tp", min=2, max=MAX_RANKS, help="Number of ranks to measure with.")] = 2,
+    out: Annotated[Path, typer.Option("--out", help="File to write, for --machine.")] = Path("machine.json"),
     as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
-    """Measure collectives, matrix products and memory of this machine, and write them to a file.
+    """Measure collectives, matmuls and memory bandwidth on this machine, and write them to a file.
 
-    The file is for `--machine` of the other commands, and for `machine=` in Python.
+    Pass the file to other commands as `--machine FILE`, or in Python as `machine="FILE"`.
 
-    Example: paraxis calibrate --tp 4 --out mine.json
+    Example: paraxis calibrate --tp 4 --out machine.json
     """
-    with told(debug):
+    with report_errors(debug):
         check_output("--out", out)
         from ..solver import Link, Machine
 
@@ -52,21 +52,22 @@ def command(
             link=Link(links["all_reduce"].latency, links["all_reduce"].bandwidth),
             links=links,
         )
-        if not is_first():
+        if not is_rank0():
             return
         machine.save(out)
         if as_json:
             typer.echo(json.dumps(machine.to_json(), indent=1))
             return
-        shown = console()
-        shown.print(f"{machine.name}: {machine.flops / 1e9:.1f} GFLOP/s, {machine.memory / 1e9:.1f} GB/s of memory.")
+        terminal = console()
+        terminal.print(f"{machine.name}: {machine.flops / 1e9:.1f} GFLOP/s, memory {machine.memory / 1e9:.1f} GB/s")
         for kind, link in links.items():
-            shown.print(f"  {kind}: {link.latency * 1e6:.1f} µs and {link.bandwidth / 1e9:.2f} GB/s")
-        shown.print(f"Written to {out}.")
+            name, latency, bandwidth = kind.replace("_", "-"), link.latency * 1e6, link.bandwidth / 1e9
+            terminal.print(f"  {name}: latency {latency:.1f} µs, bandwidth {bandwidth:.2f} GB/s")
+        terminal.print(f"Wrote {out}.")
 
 
 def link_of(kind: str, small: float, large: float, world: int) -> Any:
-    """Latency and bandwidth from the seconds that a small and a large tensor take."""
+    """Latency and bandwidth of a collective, from its seconds for a small and a large tensor."""
     from ..solver.machine import Link, volume
 
     sent = volume(kind, world) * (LARGE - SMALL) * 4
@@ -74,7 +75,7 @@ def link_of(kind: str, small: float, large: float, world: int) -> Any:
 
 
 def measure() -> dict[str, Any]:
-    """What one rank measures: seconds of collectives, operations and bytes per second."""
+    """Measure on one rank: seconds per collective, FLOP/s and memory bandwidth."""
     import os
     import platform
 
@@ -104,15 +105,15 @@ def measure() -> dict[str, Any]:
         return statistics.median(times[REPEATS // 4 :])
 
     for size, count in (("small", SMALL), ("large", LARGE)):
-        part = torch.ones(count // world, device=device)
-        whole = torch.ones(part.numel() * world, device=device)
-        found[f"all_reduce {size}"] = timed(lambda x=whole: all_reduce(x, group))  # type: ignore[misc]
-        found[f"all_gather {size}"] = timed(lambda x=part: all_gather(x, group))  # type: ignore[misc]
-        found[f"reduce_scatter {size}"] = timed(lambda x=whole: reduce_scatter(x, group))  # type: ignore[misc]
+        shard = torch.ones(count // world, device=device)
+        full = torch.ones(shard.numel() * world, device=device)
+        found[f"all_reduce {size}"] = timed(lambda x=full: all_reduce(x, group))  # type: ignore[misc]
+        found[f"all_gather {size}"] = timed(lambda x=shard: all_gather(x, group))  # type: ignore[misc]
+        found[f"reduce_scatter {size}"] = timed(lambda x=full: reduce_scatter(x, group))  # type: ignore[misc]
     side = 4096 if cuda else 512
     matrix = torch.randn(side, side, device=device, dtype=torch.bfloat16 if cuda else torch.float32)
     found["flops"] = 2 * side**3 / timed(lambda: matrix @ matrix)
     stream = torch.ones((1 << 28) if cuda else (1 << 24), device=device)
-    found["memory"] = stream.numel() * 8 / timed(lambda: stream.mul_(1.0))  # read and written
+    found["memory"] = stream.numel() * 8 / timed(lambda: stream.mul_(1.0))  # reads and writes
     dist.destroy_process_group()
     return found

@@ -1,7 +1,7 @@
-"""`paraxis demo`: a small model, split over a few processes of this machine, and compared with the whole one.
+"""`paraxis demo`: shard a small model over processes of this machine and compare it with the unsharded model.
 
-It needs no GPU, no network and no checkpoint, and it fails if the parallel model differs from the original in
-its logits, its loss, any gradient or any generated token, on any rank.
+It needs no GPU, no network and no checkpoint, and fails if the logits, the loss, any gradient or any generated token
+differs on any rank.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from ._checks import Check, all_agree, checks_table, compare, outputs
-from ._errors import FAILED, Debug, told
-from ._launch import check_ranks, console, is_first, launch
-from ._planning import MOST_RANKS, JsonOption, quiet
+from ._errors import FAILED, Debug, report_errors
+from ._launch import check_ranks, console, is_rank0, launch
+from ._options import JsonOption, Ranks, quiet
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..plan import Plan
 
 SEED = 0
-BATCH, LENGTH = 2, 32  # of the tokens that are compared
+BATCH, LENGTH = 2, 32  # of the input
 PROMPT, NEW_TOKENS = 8, 12
 
 MB = 1e6
@@ -37,7 +37,7 @@ MB = 1e6
 
 @dataclass
 class RankReport:
-    """What one rank found and used. `agreed` is the verdict of all ranks together."""
+    """Checks, memory and times of one rank; `agreed` is the verdict of all ranks."""
 
     rank: int
     local_mb: float
@@ -50,38 +50,36 @@ class RankReport:
 
 
 def command(
-    tp: Annotated[
-        int, typer.Option("--tp", min=1, max=MOST_RANKS, help="Number of processes to split the model over.")
-    ] = 2,
+    tp: Ranks = 2,
     as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
-    """Split a small Llama over local processes and check it against the whole model.
+    """Shard a small Llama over local CPU processes and compare it with the unsharded model.
 
-    Shows the plan, then compares logits, loss, gradients and tokens on every rank.
-    Exits with an error if anything differs.
+    Shows the plan, then compares logits, loss, gradients and generated tokens on every rank. Exits with 1 if anything
+    differs.
 
     Example: paraxis demo --tp 4
     """
-    with told(debug):
+    with report_errors(debug):
         check_ranks(tp)
         quiet()
         with tempfile.TemporaryDirectory(prefix="paraxis-demo-") as directory:
             parameters = save_model(directory)
-            if is_first() and not as_json:
-                text = f"A model of {parameters / 1e6:.1f} M parameters over {tp} ranks (CPU, gloo)."
+            if is_rank0() and not as_json:
+                text = f"A model with {parameters / 1e6:.1f} M parameters on {tp} ranks (CPU, gloo)."
                 console().print(text)
-                sys.stdout.flush()  # the first rank goes on, with a stream of its own
+                sys.stdout.flush()  # rank 0 prints next, to its own stream
             reports = launch(tp, run_rank, directory, not as_json)
         agreed = all(report.agreed for report in reports)
-        if is_first():
+        if is_rank0():
             show(reports, agreed, tp, as_json)
     if not agreed:
         raise typer.Exit(FAILED)
 
 
 def show(reports: list[RankReport], agreed: bool, tp: int, as_json: bool) -> None:
-    """What all ranks found; under another launcher, what this one did."""
+    """Print the results of all ranks; under torchrun, of this rank."""
     if as_json:
         ranks = [
             {**asdict(each), "checks": [asdict(c) | {"passed": c.passed} for c in each.checks]} for each in reports
@@ -92,13 +90,13 @@ def show(reports: list[RankReport], agreed: bool, tp: int, as_json: bool) -> Non
     out.print(checks_table([report.checks for report in reports]))
     out.print(ranks_table(reports))
     if agreed:
-        out.print(f"The model on {tp} ranks is the same as on one.", style="bold green")
+        out.print(f"The parallel model on {tp} ranks matches the unsharded model.", style="bold green")
     else:
-        out.print("The parallel model differs from the original.", style="bold red")
+        out.print("The parallel model differs from the unsharded model.", style="bold red")
 
 
 def save_model(directory: str | Path) -> int:
-    """Writes the demo's model as a checkpoint and returns its number of parameters."""
+    """Write the demo's model as a checkpoint and return its number of parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -113,9 +111,9 @@ def save_model(directory: str | Path) -> int:
         vocab_size=4096,
         max_position_embeddings=512,
         tie_word_embeddings=True,
-        # Random weights of the usual size repeat the last token for ever, which would prove little.
+        # With the usual standard deviation a random model repeats its last token, which would prove little.
         initializer_range=0.1,
-        # No token ends a sequence, so every generation has its full length.
+        # Without these, every generation has the full length.
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=None,
@@ -127,8 +125,8 @@ def save_model(directory: str | Path) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def run_rank(directory: str, shown: bool) -> RankReport:
-    """What each rank does: parallelize the checkpoint, use it, and compare it with the unsharded model."""
+def run_rank(directory: str, print_plan: bool) -> RankReport:
+    """Parallelize the checkpoint, run it, and compare it with the unsharded model, on one rank."""
     import torch
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
@@ -138,12 +136,12 @@ def run_rank(directory: str, shown: bool) -> RankReport:
 
     dist.init_process_group("gloo")
     world = dist.group.WORLD
-    assert world is not None  # for the type checker: it was made a line above
+    assert world is not None
     ctx = ParallelExecutionCtx(tp_group=world, current_device=torch.device("cpu"))
     start = time.perf_counter()
     model = parallelize_model(directory, ctx)
     load_seconds = time.perf_counter() - start
-    if dist.get_rank() == 0 and shown:
+    if dist.get_rank() == 0 and print_plan:
         assert ctx.plan is not None, "parallelize_model returned without a plan"
         show_plan(ctx.plan)
 
@@ -155,7 +153,7 @@ def run_rank(directory: str, shown: bool) -> RankReport:
         total_mb=parameter_bytes(model, local=False) / MB,
         load_seconds=load_seconds,
         forward_ms=forward_ms,
-        peak_mb=peak_memory() / MB,  # before anything is gathered, and before the unsharded model is there
+        peak_mb=peak_memory() / MB,  # before anything is gathered and the unsharded model is loaded
     )
     inputs = {"input_ids": tokens, "labels": tokens}
     ours = outputs(model, inputs, train=True, generate=PROMPT, new_tokens=NEW_TOKENS)
@@ -169,7 +167,7 @@ def run_rank(directory: str, shown: bool) -> RankReport:
 
 
 def example_tokens(vocab_size: int) -> Tensor:
-    """The same random tokens on every rank."""
+    """Random tokens, the same on every rank."""
     import torch
 
     generator = torch.Generator().manual_seed(SEED)
@@ -177,7 +175,7 @@ def example_tokens(vocab_size: int) -> Tensor:
 
 
 def time_forward(model: nn.Module, tokens: Tensor, repeats: int = 5) -> float:
-    """Milliseconds of a forward pass, compilation not included."""
+    """Milliseconds per forward pass, without compilation."""
     import torch
 
     times = []
@@ -191,20 +189,20 @@ def time_forward(model: nn.Module, tokens: Tensor, repeats: int = 5) -> float:
 
 
 def parameter_bytes(model: nn.Module, local: bool) -> int:
-    """Bytes of all parameters: those this rank holds, or those of the whole model."""
+    """Bytes of all parameters: of this rank's shards if ``local``, else of the full model."""
     total = 0
     for parameter in model.parameters():
-        held: Any = parameter
-        if local and hasattr(held, "to_local"):
-            held = held.to_local()
-        total += held.numel() * held.element_size()
+        tensor: Any = parameter
+        if local and hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
+        total += tensor.numel() * tensor.element_size()
     return total
 
 
 def peak_memory() -> float:
-    """The largest resident size of this process so far, in bytes."""
+    """The peak resident memory of this process, in bytes."""
     try:
-        # Not getrusage: on Linux, a process starts with the peak of the one that launched it.
+        # Not getrusage: on Linux, a process inherits the peak of the process that launched it.
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return float(line.split()[1]) * 1024
@@ -217,10 +215,10 @@ def peak_memory() -> float:
 
 
 def show_plan(plan: Plan) -> None:
-    """Print the plan: a row per kind of layer, and what stays whole."""
+    """Print the plan: a row per kind of layer, and the number of replicated vectors."""
     console().print(plan.table())
     vectors = [name for name, _ in plan.replicated if len(plan.parameters[name].global_shape) < 2]
-    console().print(f"Whole on every rank: {len(vectors)} vectors (the weights of norms).")
+    console().print(f"Replicated: {len(vectors)} vectors (weights of norms).")
 
 
 def ranks_table(reports: list[RankReport]) -> Table:
@@ -239,6 +237,6 @@ def ranks_table(reports: list[RankReport]) -> Table:
             f"{report.load_seconds:.2f} s",
             f"{report.forward_ms:.1f} ms",
             f"{report.peak_mb:.0f} MB",
-            "[green]same[/green]" if passed else "[red]differs[/red]",
+            "[green]match[/green]" if passed else "[red]differs[/red]",
         )
     return table

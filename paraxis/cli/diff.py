@@ -1,4 +1,4 @@
-"""`paraxis diff`: what differs between two plans."""
+"""`paraxis diff`: what differs between two saved plans."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 
-from ._errors import Debug, told
-from ._planning import JsonOption
+from ._errors import Debug, report_errors
+from ._options import JsonOption
 
-PlanFile = Annotated[Path, typer.Argument(help="A file written by `paraxis plan --save`.")]
+PlanFile = Annotated[Path, typer.Argument(help="Plan written by `paraxis plan --save`.")]
 
 
 def command(first: PlanFile, second: PlanFile, as_json: JsonOption = False, debug: Debug = False) -> None:
-    """Show what differs between two saved plans, and what it costs.
+    """Show how two saved plans differ: placements, collectives, estimated time, parameters per rank.
 
     Example: paraxis diff prefill.json decode.json
     """
-    with told(debug):
+    with report_errors(debug):
         from .. import Plan, compare_plans
 
         plans = []
@@ -27,6 +27,6 @@ def command(first: PlanFile, second: PlanFile, as_json: JsonOption = False, debu
             try:
                 plans.append(Plan.load(str(path)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{str(path)!r} is not a plan; write one with `paraxis plan --save`") from error
+                raise ValueError(f"{str(path)!r} is not a plan: write one with `paraxis plan --save`") from error
         found = compare_plans(*plans)
         typer.echo(json.dumps(found.to_json(), indent=1) if as_json else found.text())

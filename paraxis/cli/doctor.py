@@ -1,4 +1,4 @@
-"""`paraxis doctor`: what this machine has, and what will and will not work on it."""
+"""`paraxis doctor`: check versions, devices and communication on this machine, and say what to fix."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any
 
 import typer
 
-from ._errors import FAILED, Debug, told
+from ._errors import FAILED, Debug, report_errors
 from ._launch import console, launch
-from ._planning import JsonOption, quiet
+from ._options import JsonOption, quiet
 
 PACKAGES = ("paraxis", "torch", "transformers", "safetensors", "huggingface_hub", "triton", "accelerate", "peft")
-NEEDED = PACKAGES[:5]
-SHARED = 64 * 2**20
-"""Bytes of shared memory below which the sums of ranks on one machine go through sockets."""
+REQUIRED = PACKAGES[:5]
+MIN_SHARED_MEMORY = 64 * 2**20
+"""Bytes of shared memory below which all-reduces between ranks of one machine go through sockets."""
 GOOD, WARNING, BAD = "good", "warning", "bad"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     what: str
     found: str
@@ -34,22 +34,22 @@ class Finding:
 
 
 def command(as_json: JsonOption = False, debug: Debug = False) -> None:
-    """Look at this machine: versions, devices, how ranks meet, shared memory, time-outs, and what follows from it.
+    """Check this machine: package versions, GPUs, shared memory, timeouts, and communication between two ranks.
 
-    Exits with 1 if something that is needed does not work.
+    Exits with 1 if something required does not work.
 
     Example: paraxis doctor
     """
-    with told(debug):
+    with report_errors(debug):
         quiet()
-        findings = [*packages(), *devices(), *memory(), *waiting(), meeting()]
+        findings = [*packages(), *devices(), shared_memory(), timeout(), communication()]
         if as_json:
             typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
         else:
             from rich.table import Table
 
-            table = Table("", "what", "found", "what to do")
-            signs = {GOOD: "[green]ok[/green]", WARNING: "[yellow]note[/yellow]", BAD: "[red]bad[/red]"}
+            table = Table("", "check", "result", "what to do")
+            signs = {GOOD: "[green]ok[/green]", WARNING: "[yellow]note[/yellow]", BAD: "[red]error[/red]"}
             for finding in findings:
                 table.add_row(signs[finding.verdict], finding.what, finding.found, finding.advice)
             console().print(table)
@@ -58,14 +58,15 @@ def command(as_json: JsonOption = False, debug: Debug = False) -> None:
 
 
 def packages() -> list[Finding]:
+    """Python and the packages that paraxis uses; optional ones are listed if installed."""
     found = [Finding("Python", sys.version.split()[0])]
     for name in PACKAGES:
         try:
             found.append(Finding(name, version(name)))
         except PackageNotFoundError:
-            if name == "paraxis":  # which runs, as can be seen
-                found.append(Finding(name, "not installed, run from its folder", WARNING, "pip install ."))
-            elif name in NEEDED:
+            if name == "paraxis":
+                found.append(Finding(name, "not installed, running from source", WARNING, "pip install ."))
+            elif name in REQUIRED:
                 found.append(Finding(name, "missing", BAD, f"pip install {name}"))
     try:
         from ..weights.hub import check_transformers_version
@@ -77,62 +78,61 @@ def packages() -> list[Finding]:
 
 
 def devices() -> list[Finding]:
+    """CPU cores, GPUs, direct access between GPUs, and NCCL."""
     import torch
 
     found = [Finding("CPU", f"{os.cpu_count()} cores")]
     if not torch.cuda.is_available():
-        text = "none that torch can use"
-        return [*found, Finding("GPU", text, WARNING, "models run on the CPU, for trying out; plan needs no GPU")]
+        advice = "models run on the CPU, which is slow; `paraxis plan` needs no GPU"
+        return [*found, Finding("GPU", "none available to torch", WARNING, advice)]
     count = torch.cuda.device_count()
     for index in range(count):
         properties: Any = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        found.append(
-            Finding(f"GPU {index}", f"{properties.name}, {total / 1e9:.0f} GB, {free / 1e9:.0f} GB of it free")
-        )
+        found.append(Finding(f"GPU {index}", f"{properties.name}, {total / 1e9:.0f} GB, {free / 1e9:.0f} GB free"))
     pairs = [(a, b) for a in range(count) for b in range(a)]
     direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
     if pairs:
-        slow = "" if direct == len(pairs) else "others go through the host's memory, which is slow"
+        advice = "" if direct == len(pairs) else "the other pairs communicate through host memory, which is slow"
         verdict = GOOD if direct == len(pairs) else WARNING
-        found.append(
-            Finding("between GPUs", f"{direct} of {len(pairs)} pairs reach each other directly", verdict, slow)
-        )
+        found.append(Finding("GPU peer access", f"{direct} of {len(pairs)} pairs", verdict, advice))
     nccl = torch.distributed.is_nccl_available()
-    found.append(Finding("NCCL", "there" if nccl else "missing", GOOD if nccl else BAD))
+    advice = "" if nccl else "install a torch build with NCCL"
+    found.append(Finding("NCCL", "available" if nccl else "missing", GOOD if nccl else BAD, advice))
     return found
 
 
-def memory() -> list[Finding]:
-    found = []
-    if os.path.isdir("/dev/shm"):
-        room = shutil.disk_usage("/dev/shm").free
-        few = room < SHARED
-        advice = "in a container, give it more (docker run --shm-size)" if few else ""
-        found.append(Finding("shared memory", f"{room / 1e6:.0f} MB free", WARNING if few else GOOD, advice))
-    else:
-        found.append(Finding("shared memory", "no /dev/shm", WARNING, "ranks on this machine talk through sockets"))
-    return found
+def shared_memory() -> Finding:
+    """The shared memory that ranks of one machine communicate through."""
+    if not os.path.isdir("/dev/shm"):
+        return Finding("shared memory", "no /dev/shm", WARNING, "ranks on this machine communicate through sockets")
+    free = shutil.disk_usage("/dev/shm").free
+    too_small = free < MIN_SHARED_MEMORY
+    advice = "in a container, increase it (docker run --shm-size)" if too_small else ""
+    return Finding("shared memory", f"{free / 1e6:.0f} MB free", WARNING if too_small else GOOD, advice)
 
 
-def waiting() -> list[Finding]:
+def timeout() -> Finding:
+    """How long ranks wait for one another."""
     from .. import Config
 
     seconds = Config().sync_timeout
-    return [Finding("time-out", f"{seconds:g} s for ranks to agree (Config.sync_timeout); then all end with an error")]
+    return Finding("timeout", f"{seconds:g} s for ranks to wait for one another (Config.sync_timeout)")
 
 
-def meeting() -> Finding:
-    """Whether two ranks on this machine find each other."""
+def communication() -> Finding:
+    """Whether two ranks on this machine can all-reduce over gloo."""
     try:
-        total = launch(2, _add_ranks)
+        totals = launch(2, _all_reduce_ranks)
     except Exception as error:
         last = str(error).strip().splitlines()[-1]
-        return Finding("two ranks", f"do not meet: {last}", BAD, "set GLOO_SOCKET_IFNAME to an interface that works")
-    return Finding("two ranks", f"met over gloo and added up to {total[0]}", GOOD if total == [3, 3] else BAD)
+        return Finding("gloo, 2 ranks", f"failed: {last}", BAD, "set GLOO_SOCKET_IFNAME to a working interface")
+    if totals != [3, 3]:
+        return Finding("gloo, 2 ranks", f"all-reduce of 1 and 2 gives {totals}", BAD, "reinstall torch")
+    return Finding("gloo, 2 ranks", "all-reduce works")
 
 
-def _add_ranks() -> int:
+def _all_reduce_ranks() -> int:
     import torch
     import torch.distributed as dist
 

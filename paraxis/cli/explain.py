@@ -1,4 +1,4 @@
-"""`paraxis explain`: why a parameter or a module is split as it is, and what else would have cost."""
+"""`paraxis explain`: why a parameter or a module is placed as it is, and what the alternatives would cost."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ._errors import Debug, told
-from ._planning import (
+from ._errors import Debug, report_errors
+from ._options import (
     ConstraintOption,
     JsonOption,
     MachineOption,
@@ -24,7 +24,7 @@ from ._planning import (
 
 def command(
     model: Model,
-    name: Annotated[str, typer.Argument(help="A parameter, a module, or a node of the decomposed graph.")],
+    name: Annotated[str, typer.Argument(help="Parameter, module, or node of the decomposed graph.")],
     tp: Ranks = 2,
     machine: MachineOption = None,
     objective: ObjectiveOption = None,
@@ -33,11 +33,13 @@ def command(
     as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
-    """Say why something is split as it is: the alternatives, and what each would have cost.
+    """Explain a placement: list the alternatives and the time, memory and collectives that each would cost.
+
+    Needs no weights, no ranks and no GPU.
 
     Example: paraxis explain org/model model.layers.0.mlp.down_proj --tp 8
     """
-    with told(debug):
+    with report_errors(debug):
         check_model(model)
         options = planning_options(machine, objective, constraint, memory_limit)
         from .. import explain_plan

@@ -1,4 +1,4 @@
-"""`paraxis export`: the plan of a model in a form that another library runs."""
+"""`paraxis export`: the plan of a model in a format that another library runs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ._errors import Debug, told
+from ._errors import Debug, report_errors
 from ._launch import console
-from ._planning import (
+from ._options import (
     ConstraintOption,
     JsonOption,
     MachineOption,
@@ -32,10 +32,15 @@ FORMATS = ("transformers", "torch", "vllm")
 def command(
     model: Model,
     tp: Ranks = 2,
-    target: Annotated[str, typer.Option("--format", help="For whom: transformers, torch or vllm.")] = "transformers",
-    out: Annotated[Path | None, typer.Option("--out", help="Write the plan to a file: JSON, for torch Python.")] = None,
+    target: Annotated[str, typer.Option("--format", help="Library to export for: transformers, torch or vllm.")] = (
+        "transformers"
+    ),
+    out: Annotated[
+        Path | None, typer.Option("--out", help="File to write: JSON, or a Python module for torch.")
+    ] = None,
     verify: Annotated[
-        bool, typer.Option(help="Run a small model of the same code, to find which layers can stay split together.")
+        bool,
+        typer.Option("--verify/--no-verify", help="Test which layers can stay sharded, on a small copy of the model."),
     ] = True,
     machine: MachineOption = None,
     objective: ObjectiveOption = None,
@@ -44,12 +49,12 @@ def command(
     as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
-    """Write the plan of a model for transformers, torch or vLLM, as far as they run it exactly.
+    """Export the plan of a model to transformers, torch or vLLM, as far as they can run it exactly.
 
-    transformers: a tp_plan for `DistributedConfig`, and the base model's part of it. torch: a Python module with a plan
-    for `parallelize_module`. vllm: the base_model_tp_plan that its transformers backend reads; vLLM itself was not run.
-    What cannot be said exactly stays whole and is listed with the reason. For inference, under torch.no_grad: gradients
-    are not tried. Exits with 1 if nothing is left.
+    transformers: a tp_plan for `DistributedConfig`, and the base_model_tp_plan. torch: a Python module with a plan for
+    `parallelize_module`. vllm: the base_model_tp_plan that its transformers backend reads (not tested with vLLM
+    itself). Layers that the library cannot shard exactly are replicated and listed with the reason. Plans are for
+    inference: gradients are not tested. Exits with 1 if no layer can be sharded.
 
     Examples: paraxis export org/model --tp 4
 
@@ -57,27 +62,27 @@ def command(
 
     paraxis export org/model --tp 8 --format vllm --json
     """
-    with told(debug):
+    with report_errors(debug):
         check_model(model)
         if target not in FORMATS:
-            raise typer.BadParameter(f"{target!r} is none of {', '.join(FORMATS)}", param_hint="--format")
+            raise typer.BadParameter(f"{target!r} is not one of {', '.join(FORMATS)}", param_hint="--format")
         if out is not None and (out.is_dir() or not out.resolve().parent.is_dir()):
-            raise ValueError(f"--out {str(out)!r}: give a file in a directory that exists")
+            raise ValueError(f"--out {str(out)!r}: give a file in an existing directory")
         options = planning_options(machine, objective, constraint, memory_limit)
         from ..export import export_plan
 
         quiet()
         found = export_plan(model, tp, target, verify=verify, **options)
         if out is not None:
-            out.write_text(written(found), encoding="utf-8")
+            out.write_text(file_contents(found), encoding="utf-8")
         if as_json:
             typer.echo(json.dumps(found.to_json(), indent=1))
         else:
             show(found, out)
 
 
-def written(found: Export) -> str:
-    """The contents of a file that the other library's user reads the plan from."""
+def file_contents(found: Export) -> str:
+    """What ``--out`` writes: the Python module for torch, else the plans as JSON."""
     if found.source:
         return found.source
     names = {"transformers": ("tp_plan", "base_model_tp_plan"), "vllm": ("base_model_tp_plan",)}[found.target]
@@ -85,7 +90,7 @@ def written(found: Export) -> str:
 
 
 def show(found: Export, out: Path | None) -> None:
-    """The plan itself, unless it is in a file, and what there is to know of it."""
+    """Print the plan, unless it is in a file, and a summary."""
     if out is None:
         if found.source:
             typer.echo(found.source, nl=False)
@@ -94,32 +99,32 @@ def show(found: Export, out: Path | None) -> None:
             lines = [f"    {json.dumps(key)}: {json.dumps(style)}," for key, style in found.plan.items()]
             typer.echo("\n".join([f"{name} = {{", *lines, "}"]))
     lines = [
-        f"{found.model} over {found.world_size} ranks for {found.target}: {found.sharded_fraction:.1%} of the "
-        "parameters on each."
+        f"{found.model} on {found.world_size} ranks for {found.target}: {found.sharded_fraction:.1%} of the "
+        "parameters per rank."
     ]
     if found.target == "vllm":
-        lines[0] = f"{found.model} over {found.world_size} ranks for vLLM, which splits embedding and head by itself."
+        lines[0] = f"{found.model} on {found.world_size} ranks for vLLM, which shards embedding and lm_head itself."
     if found.groups:
-        lines.append(f"Split from layer to layer: {', '.join(found.groups)}.")
-    lines += grouped("Split alone and gathered", found.gathered)
-    lines += grouped("Whole", found.whole)
+        lines.append(f"Sharded without gathers in between: {', '.join(found.groups)}.")
+    lines += by_reason("Sharded layer by layer, with gathers", found.gathered)
+    lines += by_reason("Replicated", found.replicated)
     if found.error is None:
-        lines.append("Not tried: only layers that are exact each by itself are split.")
+        lines.append("Not verified: only layers that are exact on their own are sharded.")
     else:
         lines.append(
-            f"Tried on {found.world_size} simulated ranks, with a small model of the same code and with its cache: "
-            f"off by {found.error:.1g} at most. For inference; gradients were not tried."
+            f"Verified on {found.world_size} simulated ranks with a small model of the same code and its KV cache: "
+            f"largest error {found.error:.1g}. For inference; gradients are not tested."
         )
     if out is not None:
-        lines.append(f"Written to {out}.")
+        lines.append(f"Wrote {out}.")
     screen = console()
     for line in lines:
         screen.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def grouped(title: str, reasons: dict[str, str]) -> list[str]:
-    """One line per reason, with all that it is given for."""
-    by_reason: dict[str, list[str]] = {}
+def by_reason(title: str, reasons: dict[str, str]) -> list[str]:
+    """One line per reason, with the modules it applies to."""
+    modules: dict[str, list[str]] = {}
     for name, reason in reasons.items():
-        by_reason.setdefault(reason, []).append(name)
-    return [f"{title}: {', '.join(names)}: {reason}." for reason, names in by_reason.items()]
+        modules.setdefault(reason, []).append(name)
+    return [f"{title}: {', '.join(names)}: {reason}." for reason, names in modules.items()]

@@ -1,4 +1,4 @@
-"""`paraxis generate`: text from a model that is split over the devices of this machine."""
+"""`paraxis generate`: generate text with a tensor-parallel model on the devices of this machine."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from ._errors import Debug, UsageError, told
-from ._launch import check_ranks, is_first, join, launch
-from ._planning import Model, Ranks, check_dtype, check_model, quiet
+from ._errors import Debug, UsageError, report_errors
+from ._launch import check_ranks, init_process_group, is_rank0, launch
+from ._options import DtypeOption, Model, Ranks, check_dtype, check_model, quiet
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank is to do."""
+    """What to generate, the same on every rank."""
 
     model: str
     prompt: str
@@ -30,30 +30,34 @@ def command(
     model: Model,
     tp: Ranks = 2,
     prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="The text to go on from; from standard input if not given.")
+        str | None, typer.Option("--prompt", "-p", help="Text to continue; read from standard input if missing.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="How many tokens to add at most.")] = 64,
-    sample: Annotated[bool, typer.Option("--sample", help="Draw tokens instead of taking the likeliest.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.01, help="For --sample.")] = 1.0,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")] = False,
-    stream: Annotated[bool, typer.Option(help="Show the text while it is generated.")] = True,
-    dtype: Annotated[str, typer.Option(help="Of the weights; 'auto' for what the checkpoint says.")] = "auto",
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Largest number of tokens to generate.")
+    ] = 64,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample tokens instead of greedy decoding.")] = False,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.01, help="Sampling temperature, with --sample.")
+    ] = 1.0,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it is generated.")] = True,
+    dtype: DtypeOption = "auto",
     debug: Debug = False,
 ) -> None:
-    """Generate text with a model that is split over the devices of this machine.
+    """Generate text with a model sharded over the devices of this machine.
 
     Example: paraxis generate org/model --tp 4 --prompt "The quick brown fox"
 
     echo "Why is the sky blue?" | paraxis generate org/model --tp 8 --chat --sample
     """
-    with told(debug):
+    with report_errors(debug):
         check_model(model)
         check_ranks(tp)
         text = prompt if prompt is not None else sys.stdin.read().rstrip("\n")
         if not text:
-            raise UsageError("there is no prompt: give --prompt, or a text on standard input")
+            raise UsageError("the prompt is empty: use --prompt, or pipe text into standard input")
         if not math.isfinite(temperature):
-            raise UsageError(f"--temperature {temperature}: give a number, as in 0.7")
+            raise UsageError(f"--temperature {temperature} is not a finite number: use for example 0.7")
         options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sample}
         if sample:
             options["temperature"] = temperature
@@ -61,26 +65,25 @@ def command(
         quiet()
         check_tokenizer(model)
         texts = launch(tp, run_rank, Task(model, text, chat, stream, options, dtype))
-        if not stream and is_first():
+        if not stream and is_rank0():
             typer.echo(texts[0])
 
 
 def check_tokenizer(model: str) -> None:
-    """That the model has one, known before ranks are started."""
+    """Raise before ranks start if transformers cannot load the model's tokenizer."""
     from transformers import AutoTokenizer
 
     try:
         AutoTokenizer.from_pretrained(model)
     except (ValueError, ImportError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{model!r} has no tokenizer that transformers can make, and text is no tokens without it: put "
-            f"its tokenizer.json beside the weights, or use the model from Python with token ids. transformers says: "
-            f"{' '.join(str(error).split())}"
+            f"transformers cannot load a tokenizer for {model!r}: put its tokenizer.json next to the weights, or call "
+            f"the model from Python with token ids. transformers says: {' '.join(str(error).split())}"
         ) from error
 
 
 def run_rank(task: Task) -> str:
-    """What each rank does; the first one shows the text."""
+    """Load the model and generate, on one rank; rank 0 prints the stream. Returns the text."""
     import torch
     import torch.distributed as dist
     from transformers import AutoTokenizer, TextStreamer
@@ -89,7 +92,7 @@ def run_rank(task: Task) -> str:
     from ..weights.hub import resolve_checkpoint
 
     quiet()
-    device = join()
+    device = init_process_group()
     try:
         assert dist.group.WORLD is not None
         ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)
@@ -98,18 +101,16 @@ def run_rank(task: Task) -> str:
             task.model if not folder.joinpath("tokenizer.json").exists() else folder
         )
         model = parallelize_model(str(folder), ctx, torch_dtype=task.dtype).eval()
-        first = dist.get_rank() == 0
         if task.chat:
-            turn = [{"role": "user", "content": task.prompt}]
+            messages = [{"role": "user", "content": task.prompt}]
             inputs = tokenizer.apply_chat_template(
-                turn, add_generation_prompt=True, return_tensors="pt", return_dict=True
+                messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         else:
             inputs = tokenizer(task.prompt, return_tensors="pt")
         inputs = {k: v.to(device) for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
-        streamer = (
-            TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if first and task.stream else None
-        )
+        prints = task.stream and dist.get_rank() == 0
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if prints else None
         with torch.no_grad():
             tokens = model.generate(**inputs, streamer=streamer, **task.options)
         return str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

@@ -1,4 +1,4 @@
-"""`paraxis verify`: a model over ranks of this machine, compared with the same model unsharded."""
+"""`paraxis verify`: compare a parallel model on ranks of this machine with the unsharded model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Annotated, Any
 import typer
 
 from ._checks import Check, all_agree, checks_table, compare, outputs
-from ._errors import FAILED, Debug, told
-from ._launch import check_ranks, console, is_first, launch
-from ._planning import JsonOption, Model, Ranks, check_model, quiet
+from ._errors import FAILED, Debug, report_errors
+from ._launch import check_ranks, console, is_rank0, launch
+from ._options import JsonOption, LayersOption, Model, Ranks, check_model, quiet
 
 SEED = 0
-BATCH, LENGTH, PROMPT = 2, 16, 6
+LENGTH, PROMPT = 16, 6
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank is to compare."""
+    """What to compare, the same on every rank."""
 
     folder: str
     train: bool
@@ -30,7 +30,7 @@ class Task:
 
 @dataclass
 class Report:
-    """What a rank found."""
+    """The result of one rank; ``agreed`` is the verdict of all ranks."""
 
     checks: list[Check]
     fraction: float
@@ -41,35 +41,37 @@ class Report:
 def command(
     model: Model,
     tp: Ranks = 2,
-    train: Annotated[bool, typer.Option("--train", help="Compare loss and every gradient, too.")] = False,
-    generate: Annotated[bool, typer.Option("--generate", help="Compare greedily generated tokens, too.")] = False,
-    layers: Annotated[
-        int | None, typer.Option(min=1, help="Only so many layers, with random weights: for models that do not fit.")
-    ] = None,
+    train: Annotated[bool, typer.Option("--train", help="Also compare the loss and every gradient.")] = False,
+    generate: Annotated[bool, typer.Option("--generate", help="Also compare greedily decoded tokens.")] = False,
+    layers: LayersOption = None,
     as_json: JsonOption = False,
     debug: Debug = False,
 ) -> None:
-    """Run a model over ranks of this machine and compare it with the unsharded one, in float32.
+    """Run a model on CPU ranks of this machine and compare it with the unsharded model, in float32.
 
-    Weights are those of the checkpoint, or random where there are none. Exits with 1 if anything differs.
+    Uses the checkpoint's weights, or random weights if there are none. With --layers, models that are too large for
+    this machine can be checked. Exits with 1 if anything differs.
 
     Example: paraxis verify org/model --tp 4 --layers 2 --train --generate
     """
-    with told(debug), tempfile.TemporaryDirectory(prefix="paraxis-verify-") as made:
+    with report_errors(debug), tempfile.TemporaryDirectory(prefix="paraxis-verify-") as temporary:
         check_model(model)
         check_ranks(tp)
         quiet()
-        folder, what = checkpoint(model, layers, made)
+        folder, weights = checkpoint(model, layers, temporary)
         reports = launch(tp, run_rank, Task(folder, train, generate))
         agreed = all(report.agreed for report in reports)
-        if is_first():
-            show(reports, agreed, tp, what, as_json)
+        if is_rank0():
+            show(reports, agreed, tp, weights, as_json)
     if not agreed:
         raise typer.Exit(FAILED)
 
 
-def checkpoint(model: str, layers: int | None, made: str) -> tuple[str, str]:
-    """A folder with weights for the ranks to load, and what they are."""
+def checkpoint(model: str, layers: int | None, temporary: str) -> tuple[str, str]:
+    """A directory for the ranks to load weights from, and a description of the weights.
+
+    Random weights are written to ``temporary`` if there is no checkpoint or ``layers`` are requested.
+    """
     import torch
 
     from ..weights.hub import load_config_and_class, resolve_checkpoint
@@ -83,12 +85,12 @@ def checkpoint(model: str, layers: int | None, made: str) -> tuple[str, str]:
     config.dtype = torch.float32
     torch.manual_seed(SEED)
     built = cls(config)
-    built.save_pretrained(made)
-    return made, "random weights" if layers is None else f"random weights, {layers} layers"
+    built.save_pretrained(temporary)
+    return temporary, "random weights" if layers is None else f"random weights, {layers} layers"
 
 
 def run_rank(task: Task) -> Report:
-    """What each rank does."""
+    """Compare the parallel model with the unsharded one, on one rank."""
     import torch
     import torch.distributed as dist
 
@@ -113,10 +115,10 @@ def run_rank(task: Task) -> Report:
 
 
 def example_inputs(model: Any, labelled: bool) -> dict[str, Any]:
-    """The same random inputs on every rank; ``labelled`` for a model that computes a loss of tokens."""
+    """Random inputs, the same on every rank; ``labelled`` adds labels if the model computes a loss over tokens."""
     import torch
 
-    from ..capture.dummy_inputs import example_call, gives_loss_of_tokens
+    from ..capture.dummy_inputs import example_call, takes_token_labels
 
     _, inputs = example_call(model, None, torch.device("cpu"))
     generator = torch.Generator().manual_seed(SEED)
@@ -126,19 +128,20 @@ def example_inputs(model: Any, labelled: bool) -> dict[str, Any]:
             inputs[name] = torch.randint(0, vocabulary, (value.shape[0], LENGTH), generator=generator)
         elif value.is_floating_point():
             inputs[name] = torch.randn(value.shape, generator=generator)
-    if labelled and gives_loss_of_tokens(model):
+    if labelled and takes_token_labels(model):
         inputs["labels"] = inputs.get("decoder_input_ids", inputs.get("input_ids"))
     return inputs
 
 
-def show(reports: list[Report], agreed: bool, tp: int, what: str, as_json: bool) -> None:
+def show(reports: list[Report], agreed: bool, tp: int, weights: str, as_json: bool) -> None:
+    """Print the comparison of all ranks."""
     first = reports[0]
     if as_json:
         checks = [[asdict(check) | {"passed": check.passed} for check in report.checks] for report in reports]
         data = {
             "agreed": agreed,
             "world_size": tp,
-            "weights": what,
+            "weights": weights,
             "sharded_fraction": first.fraction,
             "collectives": first.collectives,
             "checks": checks,
@@ -147,7 +150,7 @@ def show(reports: list[Report], agreed: bool, tp: int, what: str, as_json: bool)
         return
     out = console()
     out.print(checks_table([report.checks for report in reports]))
-    kinds = ", ".join(f"{n} {kind}" for kind, n in first.collectives.items()) or "no collectives"
-    out.print(f"With {what}, {first.fraction:.1%} of the parameters on each of {tp} ranks, {kinds} in a forward pass.")
-    verdict = "is the same as" if agreed else "differs from"
-    out.print(f"The parallel model {verdict} the unsharded one.", style="bold green" if agreed else "bold red")
+    kinds = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in first.collectives.items()) or "no collectives"
+    out.print(f"{tp} ranks, {weights}: {first.fraction:.1%} of the parameters per rank, {kinds} per forward pass.")
+    verdict = "matches" if agreed else "differs from"
+    out.print(f"The parallel model {verdict} the unsharded model.", style="bold green" if agreed else "bold red")

@@ -1,0 +1,33 @@
+"""`paraxis bench`: two ranks and the unsharded model."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from cli.helpers import call
+
+from paraxis.cli.bench import Figures, Task, show
+
+
+def test_figures(folder: str) -> None:
+    """From a configuration alone, a few tokens; the former names of the options still work."""
+    found = call("bench", folder, "--tp", "2", "--layers", "1", "--prompt", "8", "--output-len", "3", "--json")
+    data = json.loads(found.stdout)
+    assert found.exit_code == 0 and data["weights"] == "random weights, 1 layers" and data["input_len"] == 8
+    assert "warning: --prompt is deprecated" in found.stderr and found.stderr.strip().endswith("use --input-len")
+    ours, unsharded = data["parallel"], data["unsharded"]
+    keys = ("load", "first_prefill", "prefill", "decode", "peak_memory")
+    assert all(each[key] > 0 for each in (ours, unsharded) for key in keys)
+    assert ours["parameters"] < 0.55 * unsharded["parameters"] and ours["collectives"] == 4 and ours["plan"] > 0
+    assert ours["training_step"] is None and unsharded["collectives"] == 0
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """The slowest rank counts."""
+    task = Task("", 8, 3, 1, "auto", False, True)
+    ranks = [Figures(1.0, 0.5, 0.2, 0.01 * n, 0.001, 0.02, 100, 1000, 4) for n in (1, 2)]
+    show(ranks, Figures(2.0, 0.0, 0.1, 0.04, 0.003, 0.06, 200, 2000, 0), task, "random weights", 2, as_json=False)
+    rows = {line.split("│")[1].strip(): line for line in capsys.readouterr().out.splitlines() if "│" in line}
+    assert "20.0 ms" in rows["prefill (TTFT)"] and "2.00×" in rows["prefill (TTFT)"]
+    assert "3.00×" in rows["decode (time per output token)"] and "training step" in rows

@@ -1,0 +1,57 @@
+"""`paraxis plan`: the table, JSON, the report, and the smallest number of ranks that fits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli.helpers import call
+
+from paraxis.cli.plan import show
+from paraxis.plan import Memory, Plan
+
+
+def test_json_and_saved_plan(folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    found = call("plan", folder, "--tp", "2", "--json", "--save", str(file))
+    assert found.exit_code == 0, found.output
+    data = json.loads(found.stdout)
+    assert {layer["name"]: layer["axis"] for layer in data["layers"]}["lm_head"] == "column"
+    assert data["optimal"] and data["seconds"] > 0 and data["seconds_to_plan"] > 0
+    assert Plan.load(str(file)).to_json()["layers"] == data["layers"]
+
+
+def test_table(folder: str) -> None:
+    found = call("plan", folder, "--tp", "2", "-c", "*.down_proj=column", "--machine", "pcie", "--gpu", "24GB")
+    assert found.exit_code == 0, found.output
+    assert "Plan for 2 ranks" in found.output and "This plan is optimal under the cost model." in found.output
+    (row,) = [line for line in found.output.splitlines() if "self_attn.o_proj" in line and "linear" in line]
+    assert "row" in row and "sharded" in row and "all-reduce" in row
+    assert "Collectives per forward pass:" in found.output and "partial output of a row-parallel layer" in found.output
+    assert "Fits on 24GB (limit: 90% of its memory)." in found.output
+
+
+@pytest.mark.parametrize(("optimal", "gpu", "text"), [(True, "24GB", "Fits on"), (False, "0.001GB", "Does not fit on")])
+def test_summary(optimal: bool, gpu: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show(Plan(2, seconds=2e-3, communication=1e-3, optimal=optimal, memory=Memory(2_000_000, 0)), gpu, as_json=False)
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{text} {gpu}" in said and "Estimated 2.000 ms per forward pass, 50% of it in collectives." in said
+    assert ("may not be optimal" not in said) == optimal
+
+
+def test_the_smallest_number_of_ranks_that_fits(folder: str) -> None:
+    """Two ranks must fit, one must not."""
+    short = ("--context", "8", "--json")
+    unsharded = json.loads(call("plan", folder, "--tp", "1", *short).stdout)["memory"]["total"]
+    found = call("plan", folder, "--tp", "auto", "--gpu", f"toy-{unsharded / 0.9 * 0.8 / 1e9:.9f}GB", *short)
+    data = json.loads(found.stdout)
+    assert data["world_size"] == 2 and data["memory"]["total"] < 0.8 * unsharded and data["fits"]
+    never = call("plan", folder, "--tp", "auto", "--gpu", "toy-0.000000001GB")
+    assert never.exit_code == 1 and "does not fit on 64 ranks or fewer" in never.stderr
+
+
+def test_report(folder: str, tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    assert call("plan", folder, "--tp", "2", "--html", str(page)).exit_code == 0
+    assert "o_proj" in page.read_text() and "row-parallel" in page.read_text()
