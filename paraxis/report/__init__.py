@@ -1,4 +1,4 @@
-"""The plan of a model as one HTML file that needs nothing else."""
+"""The plan of a model as a self-contained HTML report."""
 
 from .page import report, report_plan
 

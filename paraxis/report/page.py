@@ -1,9 +1,10 @@
-"""A plan as one HTML file: pictures of its blocks, memory, layers, collectives, and the reason for each of them."""
+"""The HTML report of a plan: diagrams of its blocks, memory, layers, and collectives with their reasons."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from math import prod
@@ -13,20 +14,28 @@ from typing import Any
 import torch
 
 from ..plan import Memory, Plan, pattern_of, size_text
-from ..plan.make import Planned, plan_offline
 from ..plan.memory import Sizes
+from ..plan.offline import Planned, plan_offline
 from ..solver.machine import machine_of
 from .drawing import svg
-from .steps import Section, Step, in_words, sections_of, short, steps_of
+from .steps import Section, Step, operator_name, placement_text, sections_of, steps_of
 
-SHARES = ("parameters", "buffers", "cache", "gradients", "optimizer", "activations")
+MEMORY_PARTS = {
+    "parameters": "parameters",
+    "buffers": "buffers",
+    "cache": "KV cache",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "activations": "activations",
+}
+"""Fields of :class:`Memory`, and their names on the page."""
 MEANINGS = {
-    "column": "Every rank computes its share of the outputs; nothing has to be exchanged for that.",
-    "row": "Every rank has its share of the inputs and computes one term of a sum; the terms are added up afterwards.",
-    "vocab": "Every rank holds a part of the vocabulary.",
-    "collective": "Here the ranks all_gather_object data, and wait for one another.",
-    "whole layer": "This layer is not split: every rank computes all of it.",
-    "operators": "Computed by every rank on what it has.",
+    "column": "Column-parallel: every rank computes a shard of the outputs, without communication.",
+    "row": "Row-parallel: every rank multiplies a shard of the inputs; an all-reduce adds the partial outputs.",
+    "vocab": "Vocab-parallel: every rank holds a shard of the vocabulary.",
+    "collective": "The ranks communicate here, and wait for one another.",
+    "replicated layer": "Replicated: every rank computes the full layer.",
+    "operators": "Every rank runs these operators on its own tensors.",
 }
 
 
@@ -42,13 +51,13 @@ def report_plan(
     train: bool = False,
     **kwargs: Any,
 ) -> Plan:
-    """Plan a model, write the page of the plan to a file, and give the plan.
+    """Plan a model, write its HTML report to a file, and return the plan.
 
     Args:
         model: A Hub id, a directory with a ``config.json``, a transformers configuration, or a module.
         tp_size: The number of ranks.
         path: The file to write.
-        title: What the page calls the model; by default its name or its class.
+        title: The heading; by default the name or class of the model.
         torch_dtype, batch, context, train, kwargs: As for :func:`paraxis.plan_model`.
     """
     title = title or (os.fspath(model) if isinstance(model, (str, os.PathLike)) else type(model).__name__)
@@ -58,7 +67,7 @@ def report_plan(
 
 
 def report(planned: Planned, title: str) -> str:
-    """The page. It needs nothing but itself."""
+    """The HTML report: one file without external resources."""
     sections = sections_of(steps_of(planned), planned)
     template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     data = {str(step.number): _details(step, planned) for section in sections for step in section.steps}
@@ -66,11 +75,11 @@ def report(planned: Planned, title: str) -> str:
         "TITLE": escape(title),
         "RANKS": str(planned.plan.world_size),
         "SUMMARY": _summary(planned),
-        "PICTURES": "\n".join(map(_picture, sections)),
+        "DIAGRAMS": "\n".join(map(_diagram, sections)),
         "MEMORY": _memory(planned.plan),
         "LAYERS": _layers(planned.plan),
         "COLLECTIVES": _collectives(planned),
-        "WHOLE": _notes(planned.plan),
+        "REPLICATED": _notes(planned.plan),
         "DATA": json.dumps(data).replace("</", "<\\/"),
     }
     for key, value in values.items():
@@ -87,17 +96,17 @@ def _summary(planned: Planned) -> str:
     parts = [f"{n} {kind.replace('_', '-')}{'s' if n > 1 else ''}" for kind, n in plan.count().items()]
     kinds = " and ".join(filter(None, [", ".join(parts[:-1]), *parts[-1:]]))
     share = plan.communication / plan.seconds if plan.seconds else 0.0
-    proven = "No plan is cheaper" if plan.optimal else "It is not proven that no plan is cheaper"
-    memory = f" That is {size_text(plan.memory.parameters)} of weights." if plan.memory is not None else ""
+    machine = escape(machine_of(planned.config.machine).name)
+    optimal = "This plan is optimal" if plan.optimal else "This plan may not be optimal"
+    memory = f" ({size_text(plan.memory.parameters)})" if plan.memory is not None else ""
     return (
-        f"<p>The model has {number(total)} parameters. Split over {plan.world_size} ranks, each holds "
-        f"<b>{plan.sharded_fraction:.1%}</b> of them.{memory} One pass through the model has "
-        f"{kinds or 'no collectives'}, which are estimated to take {share:.0%} of its time. {proven}, going by the "
-        f"costs of the machine that was assumed: {escape(machine_of(planned.config.machine).name)}.</p>"
+        f"<p>The model has {count_text(total)} parameters. With {plan.world_size} ranks, each holds "
+        f"<b>{plan.sharded_fraction:.1%}</b> of them{memory}. A forward pass has {kinds or 'no collectives'}; "
+        f"they take an estimated {share:.0%} of its time. {optimal} under the cost model for {machine}.</p>"
     )
 
 
-def _picture(section: Section) -> str:
+def _diagram(section: Section) -> str:
     times = f' <span class="count">× {section.count}</span>' if section.count > 1 else ""
     return (
         f'<figure><figcaption>{escape(section.title)}{times}</figcaption><div class="scroll">'
@@ -108,37 +117,37 @@ def _picture(section: Section) -> str:
 def _memory(plan: Plan) -> str:
     memory: Memory | None = plan.memory
     if memory is None:
-        return "<p>Not known.</p>"
-    shares = [(name, int(getattr(memory, name) or 0)) for name in SHARES]
-    shares = [(name, value) for name, value in shares if value]
-    total = sum(value for _, value in shares) or 1
+        return "<p>Unknown.</p>"
+    parts = [(field, name, int(getattr(memory, field) or 0)) for field, name in MEMORY_PARTS.items()]
+    parts = [part for part in parts if part[2]]
+    total = sum(value for _, _, value in parts) or 1
     bars = "".join(
-        f'<div class="share {name}" style="width:{value / total:.4%}" title="{name}: {size_text(value)}"></div>'
-        for name, value in shares
+        f'<div class="share {field}" style="width:{value / total:.4%}" title="{name}: {size_text(value)}"></div>'
+        for field, name, value in parts
     )
     rows = "".join(
-        f'<tr><td><span class="dot {name}"></span>{name}</td><td class="n">{size_text(value)}</td>'
+        f'<tr><td><span class="dot {field}"></span>{name}</td><td class="n">{size_text(value)}</td>'
         f'<td class="n">{value / total:.1%}</td></tr>'
-        for name, value in shares
+        for field, name, value in parts
     )
     sizes = f" For {memory.batch} × {memory.context} tokens." if memory.context else ""
-    unknown = "".join(
-        f" The {name} {'is' if name == 'cache' else 'are'} not known: {escape(why)}."
-        for name, why in (("cache", memory.unknown), ("activations", memory.uncounted))
+    errors = "".join(
+        f" {name} unknown: {escape(why)}."
+        for name, why in (("KV cache", memory.cache_error), ("Activations", memory.activations_error))
         if why
     )
-    without = "" if memory.activations is not None or memory.uncounted else ", without activations"
+    without = "" if memory.activations is not None or memory.activations_error else ", without activations"
     return (
-        f'<div class="bar" role="img" aria-label="Memory of one rank">{bars}</div>'
-        f'<table class="narrow"><tbody>{rows}<tr><th>one rank</th><th class="n">{size_text(total)}</th><th></th></tr>'
-        f"</tbody></table><p>Of the fullest rank{without}.{sizes}{unknown}</p>"
+        f'<div class="bar" role="img" aria-label="Memory per rank">{bars}</div>'
+        f'<table class="narrow"><tbody>{rows}<tr><th>total</th><th class="n">{size_text(total)}</th><th></th></tr>'
+        f"</tbody></table><p>On the rank that needs the most{without}.{sizes}{errors}</p>"
     )
 
 
 def _row(cells: list[str]) -> str:
-    """A row of a table that can be searched; what is short is not broken."""
-    found = "".join(f"<td{' class=short' if len(c) < 16 else ''}>{escape(c)}</td>" for c in cells)
-    return f'<tr data-search="{escape(" ".join(cells).lower())}">{found}</tr>'
+    """A row of a searchable table; short cells do not wrap."""
+    columns = "".join(f"<td{' class=short' if len(c) < 16 else ''}>{escape(c)}</td>" for c in cells)
+    return f'<tr data-search="{escape(" ".join(cells).lower())}">{columns}</tr>'
 
 
 def _layers(plan: Plan) -> str:
@@ -148,19 +157,20 @@ def _layers(plan: Plan) -> str:
         key = (
             pattern_of(layer.name),
             layer.kind,
-            layer.axis or "whole",
-            layer.gather_output,
+            layer.axis or "replicated",
             layer.input_is_parallel,
+            layer.collective,
             layer.global_shape,
             local[layer.name],
         )
         rows[key] = rows.get(key, 0) + 1
     lines = []
-    for (name, kind, axis, gathers, parallel, whole, mine), count in rows.items():
-        cells = [name, str(count), kind, axis, "sharded" if parallel else "whole", "whole" if gathers else "sharded"]
-        cells += ["×".join(map(str, whole)), "×".join(map(str, mine))]
+    for (name, kind, axis, parallel, collective, full, shard), count in rows.items():
+        cells = [name, str(count), kind, axis, "sharded" if parallel else "replicated", collective]
+        cells += ["×".join(map(str, full)), "×".join(map(str, shard))]
         lines.append(_row(cells))
-    head = "".join(f"<th>{t}</th>" for t in ("layer", "×", "kind", "axis", "input", "output", "whole", "on a rank"))
+    titles = ("layer", "×", "kind", "parallel", "input", "collective", "shape", "local shape")
+    head = "".join(f"<th>{t}</th>" for t in titles)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
@@ -172,23 +182,23 @@ def _collectives(planned: Planned) -> str:
         rows[key] = rows.get(key, 0) + 1
     lines = []
     for (kind, where, shape, dtype, reason), count in rows.items():
-        moved = _bytes(shape, dtype)
-        seconds = machine.collective(kind, moved, plan.world_size) if moved is not None else None
+        size = _bytes(shape, dtype)
+        seconds = machine.collective(kind, size, plan.world_size) if size is not None else None
         cells = [kind.replace("_", "-"), where or "the model", str(count), "×".join(map(str, shape))]
         cells += [
-            size_text(moved) if moved is not None else "",
+            size_text(size) if size is not None else "",
             f"{seconds * 1e6:.1f} µs" if seconds is not None else "",
             reason,
         ]
         lines.append(_row(cells))
     if not lines:
         return "<p>None.</p>"
-    head = "".join(f"<th>{t}</th>" for t in ("kind", "after", "×", "shape", "size", "each, estimated", "why"))
+    head = "".join(f"<th>{t}</th>" for t in ("kind", "after", "×", "shape", "size", "estimated time", "reason"))
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _notes(plan: Plan) -> str:
-    def entries(items: list[tuple[str, str]]) -> str:
+    def entries(items: Sequence[tuple[str, str]]) -> str:
         unique = dict.fromkeys((pattern_of(name), reason) for name, reason in items)
         return "".join(
             f'<li data-search="{escape((n + " " + r).lower())}"><code>{escape(n)}</code>: {escape(r)}</li>'
@@ -196,51 +206,50 @@ def _notes(plan: Plan) -> str:
         )
 
     parts = []
-    for title, items in (("On every rank whole", plan.replicated), ("Made whole for an operator", plan.gathered)):
+    for title, items in (("Replicated parameters", plan.replicated), ("Gathered for an operator", plan.gathered)):
         if items:
             parts.append(f"<h3>{title}</h3><ul>{entries(items)}</ul>")
     if plan.breaks:
-        parts.append("<h3>Not one graph</h3><ul>" + "".join(f"<li>{escape(b)}</li>" for b in plan.breaks) + "</ul>")
+        parts.append("<h3>Graph breaks</h3><ul>" + "".join(f"<li>{escape(b)}</li>" for b in plan.breaks) + "</ul>")
     if plan.unplanned:
         names = dict.fromkeys(pattern_of(name) for name in plan.unplanned)
         parts.append(
-            "<h3>Not used by the planned forward, split for memory where possible</h3><ul>"
+            "<h3>Not used by the planned forward, sharded where possible to save memory</h3><ul>"
             + "".join(f"<li><code>{escape(n)}</code></li>" for n in names)
             + "</ul>"
         )
     return "".join(parts) or "<p>Nothing.</p>"
 
 
-# -- what a click on a step shows ----------------------------------------------------------------------------------
+# -- the details of a step -----------------------------------------------------------------------------------------
 
 
 def _details(step: Step, planned: Planned) -> dict[str, Any]:
     machine, world = machine_of(planned.config.machine), planned.plan.world_size
     weights = []
     for name in _weights(step, planned):
-        known = planned.plan.parameters[name]
-        weights.append(
-            [name, list(known.global_shape), list(known.local_shape), in_words(known.placement, known.global_shape)]
-        )
+        parameter = planned.plan.parameters[name]
+        text = placement_text(parameter.placement, parameter.global_shape)
+        weights.append([name, list(parameter.global_shape), list(parameter.local_shape), text])
     found: dict[str, Any] = {
         "title": step.title,
         "module": step.module or "the model",
         "kind": step.kind,
         "meaning": MEANINGS.get(step.kind, ""),
         "placement": step.placement,
-        "whole": "×".join(step.whole),
-        "local": "×".join(step.local),
+        "global": "×".join(step.global_shape),
+        "local": "×".join(step.local_shape),
         "dtype": step.dtype,
         "weights": weights,
-        "operators": [short(node) for node in step.nodes][:40],
+        "operators": [operator_name(node) for node in step.nodes][:40],
         "source": _source(step),
         "reason": step.reason,
     }
     if step.kind == "collective":
-        moved = _bytes(step.whole, step.dtype)
-        if moved is not None:
+        size = _bytes(step.global_shape, step.dtype)
+        if size is not None:
             kind = step.title.split()[0].replace("-", "_")
-            found["moved"] = f"{size_text(moved)}, about {machine.collective(kind, moved, world) * 1e6:.1f} µs"
+            found["size"] = f"{size_text(size)}, about {machine.collective(kind, size, world) * 1e6:.1f} µs"
     return found
 
 
@@ -248,26 +257,26 @@ def _weights(step: Step, planned: Planned) -> list[str]:
     """The parameters that a step uses."""
     if step.kind == "collective":
         return []
-    known = planned.plan.parameters
+    parameters = planned.plan.parameters
     if any(node.op == "call_module" for node in step.nodes):
         return [
             name
-            for name in known
+            for name in parameters
             if name.startswith(f"{step.module}.") and name.count(".") == step.module.count(".") + 1
         ]
     origin = {str(node.meta["origin"].target): p.name for node, p in planned.solved.parameters.items()}
     used = dict.fromkeys(
         origin[str(source.target)]
         for node in step.nodes
-        for taken in node.all_input_nodes
-        for source in (taken, *taken.all_input_nodes)
+        for read in node.all_input_nodes
+        for source in (read, *read.all_input_nodes)
         if source.op == "placeholder" and str(source.target) in origin
     )
-    return [name for name in used if name in known]
+    return [name for name in used if name in parameters]
 
 
 def _source(step: Step) -> list[str]:
-    """The line of the model's code that the step comes from, and the code."""
+    """The place in the model's code that the step comes from, and that line of code."""
     for node in step.nodes:
         lines = [line.strip() for line in (node.meta.get("stack_trace") or "").strip().splitlines()]
         places = [i for i, line in enumerate(lines) if line.startswith("File ")]
@@ -286,7 +295,8 @@ def _bytes(shape: Any, dtype: str) -> int | None:
     return prod(int(n) for n in sizes) * torch.empty(0, dtype=getattr(torch, dtype)).element_size()
 
 
-def number(value: float) -> str:
+def count_text(value: float) -> str:
+    """A large number for readers: ``8.03 billion``."""
     for unit in ("", " thousand", " million", " billion"):
         if value < 1000 or unit == " billion":
             return f"{value:.3g}{unit}" if unit else str(int(value))
