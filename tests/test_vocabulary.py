@@ -32,6 +32,7 @@ GENERATED = ("docs/results/",)
 
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("tests/test_vocabulary.py", "*"): "names the words",
+    ("tests/layers/test_loss_random.py", "given"): "a decorator of hypothesis",
     ("CHANGELOG.md", "whole"): "a deprecated constraint",
     ("paraxis/solver/constraints.py", "whole"): "a deprecated constraint",
     ("tests/solver/test_constraints.py", "whole"): "a deprecated constraint",

@@ -1,13 +1,14 @@
-"""Plans for other libraries: transformers' ``tp_plan``, torch's ``parallelize_module``, vLLM's transformers backend.
+"""Exporting plans: transformers' ``tp_plan``, torch's ``parallelize_module``, vLLM's transformers backend.
 
-Only what the other library computes exactly is exported. Which part of a plan that is depends on the model's code, for
-there Python sees a rank's sizes and not the whole ones; it is found out by running a small model of the same code as
-the other library would (:mod:`.simulate`), and comparing. What is left whole is named, with the reason.
+Only what the other library computes exactly is exported. That depends on the model's code, because there Python sees
+local sizes instead of global ones. So a small model with the same code runs as the other library would run it
+(:mod:`.simulate`), and its outputs are compared. Modules that cannot be sharded are listed with the reason.
 """
 
 from __future__ import annotations
 
 import platform
+import warnings
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -18,11 +19,12 @@ from torch import nn
 from ..capture import CaptureError
 from ..weights.meta_init import tied_names
 from .candidates import Candidates, find_candidates, generic
-from .choose import Check, Choice, choose, choose_alone, fits
+from .check import Check, is_divisible
+from .choose import Choice, choose, choose_unverified
 from .layers import failing_layers
-from .loading import cut_before_converted
-from .small import NotSmall, small_like
-from .styles import parse_cut
+from .loading import sharded_before_conversion
+from .small import NoSmallModel, small_model
+from .styles import EXPERTS, ROW, ROW_SPLIT
 from .targets import (
     FORMATS,
     NotExportable,
@@ -46,16 +48,16 @@ class Export:
         target: The library: one of :data:`FORMATS`.
         world_size: The number of ranks.
         model: The class of the model.
-        plan: By module names with block numbers left open: style names for transformers and vLLM, the calls that make
-            the styles for torch. vLLM's names are those of the base model.
-        base_model_tp_plan: For transformers, the part of the plan that is the base model's, with its names.
+        plan: The style of every module, by names with ``*`` for block numbers: the name of the style for transformers
+            and vLLM, its constructor call for torch. Names for vLLM are those of the base model.
+        base_model_tp_plan: For transformers, the plan of the base model, with its names.
         source: For torch, the plan as a Python module.
-        groups: The modules within which split layers follow one another without a gather.
-        gathered: Layers that are split each by itself, where Paraxis splits them together, and why.
-        whole: What is not split, and why.
-        sharded_fraction: Parameter elements on a rank over all of them.
-        error: The largest difference seen when the plan was tried; None if it was not.
-        ships_plan: Whether transformers has a plan of its own for the model.
+        groups: The modules in which activations stay sharded between layers.
+        gathered: Layers that are sharded separately, with gathers that Paraxis does not need, and the reason.
+        replicated: Modules that are not sharded, and the reason.
+        sharded_fraction: The fraction of all parameter elements that one rank holds.
+        error: The largest error in the verification; None if the plan was not verified.
+        ships_plan: Whether transformers ships a plan for the model.
     """
 
     target: str
@@ -66,13 +68,19 @@ class Export:
     source: str = ""
     groups: list[str] = field(default_factory=list)
     gathered: dict[str, str] = field(default_factory=dict)
-    whole: dict[str, str] = field(default_factory=dict)
+    replicated: dict[str, str] = field(default_factory=dict)
     sharded_fraction: float = 1.0
     error: float | None = None
     ships_plan: bool = False
 
+    @property
+    def whole(self) -> dict[str, str]:
+        """The former name of :attr:`replicated`."""
+        warnings.warn("Export.whole is deprecated: use replicated", DeprecationWarning, stacklevel=2)
+        return self.replicated
+
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """The export as a JSON-serializable dictionary."""
         import transformers
 
         name = {"transformers": "tp_plan", "torch": "parallelize_plan", "vllm": "base_model_tp_plan"}[self.target]
@@ -90,9 +98,9 @@ class Export:
             **data,
             "groups": self.groups,
             "gathered": [{"name": n, "reason": r} for n, r in self.gathered.items()],
-            "whole": [{"name": n, "reason": r} for n, r in self.whole.items()],
+            "replicated": [{"name": n, "reason": r} for n, r in self.replicated.items()],
             "sharded_fraction": self.sharded_fraction,
-            "tried": self.error is not None,
+            "verified": self.error is not None,
             "error": self.error,
             "ships_plan": self.ships_plan,
             "versions": {
@@ -106,23 +114,23 @@ class Export:
 def export_plan(
     model: Any, tp_size: int, target: str = "transformers", *, verify: bool = True, **kwargs: Any
 ) -> Export:
-    """The plan of a model in a form that another library can run.
+    """Plan a model and export the plan to another library.
 
     Args:
         model: A Hub id, a directory with a ``config.json``, or a transformers configuration.
         tp_size: The number of ranks.
         target: ``transformers``, ``torch`` or ``vllm``.
-        verify: Run a small model of the same code to find out which groups of layers can stay split from one to the
-            next. Without, only layers that are exact each by itself are split.
+        verify: Run a small model with the same code to test where activations can stay sharded between layers. If
+            False, only layers that are exact on their own are sharded.
         kwargs: Options of the plan, as for :func:`paraxis.plan_model`.
 
     Raises:
-        NotExportable: Where nothing is left; the message names the modules and says why.
+        NotExportable: No module can be sharded; the message names them and says why.
     """
     if target not in FORMATS:
-        raise ValueError(f"there is no format {target!r}: use one of {', '.join(FORMATS)}")
+        raise ValueError(f"unknown format {target!r}: use one of {', '.join(FORMATS)}")
     if tp_size < 2:
-        raise ValueError("a plan for one rank splits nothing: give two ranks or more")
+        raise ValueError("one rank has nothing to shard: use two ranks or more")
     from ..plan.offline import plan_model
     from ..weights.build import build_on_meta
 
@@ -133,21 +141,21 @@ def export_plan(
         raise NotExportable(f"{type(built).__name__} has no plan to export: {error}") from error
     found = restricted(find_candidates(built, plan), target)
     if target == "transformers":
-        found.drop(cut_before_converted(built))
-    choice = _chosen(built, found, tp_size, verify)
+        found.drop(sharded_before_conversion(built))
+    choice = _choose(built, found, tp_size, verify)
     export = Export(
         target,
         tp_size,
         type(built).__name__,
         {},
-        groups=[group.where for group in choice.together if len(group.ways) > 1 and not _tied(built, group.ways)],
+        groups=[group.where for group in choice.groups if len(group.styles) > 1 and not _are_tied(built, group.styles)],
         gathered=choice.gathered,
-        whole=choice.whole,
+        replicated=choice.replicated,
         error=choice.error,
         ships_plan=ships_plan(built),
-        sharded_fraction=_fraction(built, choice, tp_size),
+        sharded_fraction=_sharded_fraction(built, choice, tp_size),
     )
-    if not choice.ways:
+    if not choice.styles:
         raise NotExportable(_refusal(export, choice))
     if target == "transformers":
         plans = transformers_plans(built, choice)
@@ -155,24 +163,25 @@ def export_plan(
     elif target == "torch":
         export.plan = torch_plan(choice)
         _check_patterns(built, export.plan)
-        export.source = torch_source(export.plan, _ties(built, choice), _headline(export))
+        export.source = torch_source(export.plan, _tied_pairs(built, choice), _headline(export))
     else:
         export.plan = vllm_plan(built, choice, generic, tp_size)
     return export
 
 
-def _chosen(built: Any, found: Candidates, world: int, verify: bool) -> Choice:
-    own = "it has a forward of its own"
+def _choose(built: Any, found: Candidates, world: int, verify: bool) -> Choice:
+    """Choose the styles: verified with a small model, or only those that are always exact."""
+    custom = "it has its own forward, which was not verified"
     if not verify:
-        found.drop(dict.fromkeys(found.own, own))
-        return choose_alone(found, "not tried (--no-verify)")
-    everything = {p: way for group in found.groups for p, way in group.ways.items()}
-    instead = {p: way for group in found.groups for p, way in group.instead.items()}
+        found.drop(dict.fromkeys(found.custom_forward, custom))
+        return choose_unverified(found, "not verified (--no-verify)")
+    grouped = {p: style for group in found.groups for p, style in group.styles.items()}
+    separate = {p: style for group in found.groups for p, style in group.separate.items()}
     checks: list[Check] = []
 
-    def obstacle(small: nn.Module) -> str:
-        if not fits(small, everything, world) or not fits(small, instead, world):
-            return "its sizes no longer divide by the number of ranks"
+    def problem_of(small: nn.Module) -> str:
+        if not is_divisible(small, grouped, world) or not is_divisible(small, separate, world):
+            return "its sizes are no longer divisible by the number of ranks"
         try:
             checks[:] = [Check(small, world)]
         except Exception as error:
@@ -180,63 +189,66 @@ def _chosen(built: Any, found: Candidates, world: int, verify: bool) -> Choice:
         return ""
 
     try:
-        with small_like(built.config, type(built), world, obstacle) as small:
-            there = found.own & {pattern for group in found.groups for pattern in group.ways}
-            if there:
-                found.drop(failing_layers(small, there, checks[0].inputs, world))
+        with small_model(built.config, type(built), world, problem_of) as small:
+            custom_layers = found.custom_forward & {pattern for group in found.groups for pattern in group.styles}
+            if custom_layers:
+                found.drop(failing_layers(small, custom_layers, checks[0].inputs, world))
             return choose(found, checks[0])
-    except NotSmall as error:
-        found.drop(dict.fromkeys(found.own, own))
-        return choose_alone(found, str(error))
+    except NoSmallModel as error:
+        found.drop(dict.fromkeys(found.custom_forward, custom))
+        return choose_unverified(found, str(error))
 
 
-def _tied(model: nn.Module, ways: dict[str, str]) -> bool:
-    """Whether a group is one because its modules share a weight."""
-    shared = {generic(name.rpartition(".")[0]) for names in tied_names(model).values() for name in names}
-    return set(ways) <= shared
+def _are_tied(model: nn.Module, styles: dict[str, str]) -> bool:
+    """Whether the modules form a group because their weights are tied."""
+    tied = {generic(name.rpartition(".")[0]) for names in tied_names(model).values() for name in names}
+    return set(styles) <= tied
 
 
-def _ties(model: nn.Module, choice: Choice) -> list[tuple[str, str]]:
-    """Split modules that share a weight: each after the first, and the first."""
+def _tied_pairs(model: nn.Module, choice: Choice) -> list[tuple[str, str]]:
+    """Sharded modules with tied weights: each after the first, paired with the first."""
     found = []
     for names in tied_names(model).values():
         owners = list(dict.fromkeys(name.rpartition(".")[0] for name in names))
-        if generic(owners[0]) in choice.ways:
-            found += [(other, owners[0]) for other in owners[1:] if generic(other) in choice.ways]
+        if generic(owners[0]) in choice.styles:
+            found += [(other, owners[0]) for other in owners[1:] if generic(other) in choice.styles]
     return found
 
 
-def _fraction(model: nn.Module, choice: Choice, world: int) -> float:
+def _sharded_fraction(model: nn.Module, choice: Choice, world: int) -> float:
+    """The fraction of all parameter elements that one rank holds."""
     total = local = 0
     for name, parameter in model.named_parameters():
         size = prod(parameter.shape)
         total += size
         owner, leaf = generic(name.rpartition(".")[0]), name.rpartition(".")[2]
-        way = choice.ways.get(generic(name)) or choice.ways.get(owner)
-        is_split = way is not None and (parse_cut(way) is not None or way != "experts")
-        if way in ("row", "row-split") and leaf == "bias":
-            is_split = False
-        local += size // world if is_split else size
+        style = choice.styles.get(generic(name)) or choice.styles.get(owner)
+        is_sharded = style not in (None, EXPERTS)
+        if style in (ROW, ROW_SPLIT) and leaf == "bias":
+            is_sharded = False
+        local += size // world if is_sharded else size
     return local / total if total else 1.0
 
 
 def _check_patterns(model: nn.Module, plan: dict[str, str]) -> None:
-    """No pattern may match more than the modules that it stands for."""
+    """Raise if a pattern matches more than its own modules."""
     for name, _ in model.named_modules():
         for pattern in plan:
             if matches(pattern, name) and generic(name) != pattern:
-                raise NotExportable(f"parallelize_module would take {name} for {pattern}")
+                raise NotExportable(f"parallelize_module would match {name} with {pattern}")
 
 
 def _headline(export: Export) -> str:
-    tried = "not tried" if export.error is None else "tried on simulated ranks of a small model of the same code"
-    return f"{export.model} over {export.world_size} ranks for torch's parallelize_module, made by Paraxis; {tried}."
+    """The docstring of the Python module for torch."""
+    verified = "not verified" if export.error is None else "verified on simulated ranks with a small model of its code"
+    return f"{export.model} on {export.world_size} ranks for torch's parallelize_module, by Paraxis; {verified}."
 
 
 def _refusal(export: Export, choice: Choice) -> str:
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(choice.whole.items())[:12])
-    more = len(choice.whole) - 12
+    """Why nothing can be exported."""
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in list(choice.replicated.items())[:12])
+    more = len(choice.replicated) - 12
     return (
-        f"nothing of the plan of {export.model} over {export.world_size} ranks can be run exactly by {export.target}. "
+        f"{export.target} can run no part of the plan of {export.model} on {export.world_size} ranks exactly. "
         f"{reasons}{f'; and {more} more' if more > 0 else ''}"
     )

@@ -1,7 +1,6 @@
-"""Layers with a forward of their own (scaled, shifted): whether they run on a weight that is split.
+"""Subclasses of Linear and Embedding with their own forward (scaled, shifted): whether it runs on a sharded weight.
 
-The libraries call such a forward with DTensors. What a DTensor gives is right; the question is whether the code can be
-run on one at all.
+The libraries call such a forward with DTensors. DTensor's results are exact; the question is whether the code runs.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..plan.make import simulated_group
+from ..plan.offline import simulated_group
 from .candidates import generic
 
 
 def failing_layers(model: nn.Module, patterns: set[str], inputs: dict[str, Any], world: int) -> dict[str, str]:
-    """Which of these modules cannot be run on DTensors, with the arguments that the model gives them, and why."""
+    """Run these modules on DTensors with the arguments that the model passes; those that fail, with the reason."""
     calls: dict[str, tuple[nn.Module, Any, Any, Any]] = {}
 
-    def listen(pattern: str) -> Any:
-        def heard(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def record(pattern: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             calls.setdefault(pattern, (module, args, kwargs, output))
 
-        return heard
+        return hook
 
     hooks = [
-        module.register_forward_hook(listen(generic(name)), with_kwargs=True)
+        module.register_forward_hook(record(generic(name)), with_kwargs=True)
         for name, module in model.named_modules()
         if generic(name) in patterns
     ]
@@ -43,8 +42,8 @@ def failing_layers(model: nn.Module, patterns: set[str], inputs: dict[str, Any],
             try:
                 _run(copy.deepcopy(module), args, kwargs, output, world)
             except Exception as error:
-                name = f"{type(module).__name__} has a forward of its own that does not run on a split weight"
-                found[pattern] = f"{name} ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+                reason = f"the forward of {type(module).__name__} does not run on a sharded weight"
+                found[pattern] = f"{reason} ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
     return found
 
 
@@ -63,4 +62,4 @@ def _run(module: nn.Module, args: Any, kwargs: Any, output: Any, world: int) -> 
         with torch.no_grad():
             found = parallelize_module(copy.deepcopy(module), mesh, style)(*args, **kwargs)
         if not isinstance(found, Tensor) or found.shape != output.shape:
-            raise TypeError("what it returns has another shape")
+            raise TypeError("its output has another shape")

@@ -1,8 +1,8 @@
-"""Parameters that transformers does not read as the checkpoint holds them.
+"""Parameters that transformers cannot load sharded, because checkpoints store them in another form.
 
-When it loads a split model, transformers cuts the tensors of the checkpoint and converts the pieces. Where a tensor
-holds several parameters one after the other, a rank's piece of it is not made of the pieces of these parameters: the
-model that comes of it computes something else, without an error.
+When transformers loads a model with a tp_plan, it shards the tensors of the checkpoint and then converts the shards.
+If a stored tensor holds several parameters one after another, a shard of it does not contain the shards of these
+parameters: the loaded model computes something else, without an error.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any
 from ..weights.names import transforms
 from .candidates import generic
 
-CUT_FIRST = {"MergeModulelist", "Concatenate"}
-"""Conversions that give the same whether the tensors are cut before or after."""
+SAFE_CONVERSIONS = {"MergeModulelist", "Concatenate"}
+"""Conversions that give the same result whether tensors are sharded before or after."""
 
 
-def cut_before_converted(model: Any) -> dict[str, str]:
-    """Modules and parameters that transformers cannot load split, by generic names, and why."""
+def sharded_before_conversion(model: Any) -> dict[str, str]:
+    """Modules and parameters that transformers would load wrong if sharded, by generic names, and the reason."""
     _, converters = transforms(model)
     patterns = [
         (re.compile(_as_regex(target)), converter)
         for converter in converters
-        if not {type(operation).__name__ for operation in converter.operations} <= CUT_FIRST
+        if not {type(operation).__name__ for operation in converter.operations} <= SAFE_CONVERSIONS
         for target in converter.target_patterns
     ]
     found = {}
@@ -31,13 +31,13 @@ def cut_before_converted(model: Any) -> dict[str, str]:
         for pattern, converter in patterns:
             if pattern.search(name):
                 stored = ", ".join(converter.source_patterns)
-                reason = f"checkpoints hold it as {stored}, which transformers cuts before it converts it"
+                reason = f"checkpoints store it as {stored}, which transformers shards before converting it"
                 found[generic(name)] = found[generic(name.rpartition(".")[0])] = reason
                 break
     return found
 
 
 def _as_regex(target: str) -> str:
-    """A target of a conversion as an expression that finds the names it stands for, and at worst some more."""
+    """A regular expression for the names that a conversion writes; it may match more, which is safe."""
     literal = re.escape(target.strip("^$").lstrip("."))
     return r"(?:^|\.)" + re.sub(r"\\\\\d|\\\*", ".+", literal)

@@ -1,7 +1,13 @@
-"""A small model that is written like a large one: the same classes and counts, narrower, with random weights.
+"""A small model with the code of a large one: the same classes, heads and experts, narrower, with random weights.
 
-Whether code works on a rank's part of its heads is seen as well on narrow heads. So the numbers of heads, experts and
-groups stay what they are, blocks that are like others are left out, and all widths are divided by the same number.
+Whether code runs on a rank's shard of the heads shows on narrow heads as well. So the numbers of heads, experts and
+groups stay, repeated blocks are left out, and all widths are divided by the same factor.
+
+Configurations do not say which of their numbers are widths; two regular expressions on the names of fields guess. A
+wrong guess is safe. A model that cannot be built, does not run or has sizes that the number of ranks does not divide is
+refused, and the next factor is tried; if none is left, only styles that are always exact are exported. A size that the
+number of ranks does not divide does not become divisible by making it smaller. And the small model decides only where
+activations may stay sharded, never what a layer computes.
 """
 
 from __future__ import annotations
@@ -17,10 +23,12 @@ from torch import nn
 from ..capture.repeated_blocks import Repeated, find_repeated, without_repeats
 from ..weights.meta_init import MetaAwareMethodsPatcher
 
-LARGEST = 40_000_000
-"""Parameters that are still run as they are."""
+MAX_PARAMETERS = 40_000_000
+"""Parameters of a model that is small enough to run."""
 FACTORS = (1, 2, 4, 8, 16, 32, 64, 3, 6, 12, 24, 5, 10, 20, 40)
+"""Divisors of the widths, in the order they are tried."""
 VOCABULARY = 2048
+"""The size of a small vocabulary."""
 
 _WIDTH = re.compile(
     r"(size|dim|width|inner|rank|embd|embed|d_model|d_ff|d_kv|dff|channels|d_head|d_state|d_ssm)$|^n_(embd|inner)$"
@@ -31,12 +39,12 @@ _COUNT = re.compile(
 )
 
 
-class NotSmall(ValueError):
-    """There is no small model like the large one that runs."""
+class NoSmallModel(ValueError):
+    """No small model with the code of the large one runs."""
 
 
 def narrowed(data: dict[str, Any], factor: int, world: int) -> dict[str, Any]:
-    """A configuration with all widths divided by ``factor``, where they divide, and a small vocabulary."""
+    """A configuration with all widths that ``factor`` divides divided by it, and a small vocabulary."""
     found: dict[str, Any] = {}
     vocabularies = [v for k, v in data.items() if "vocab_size" in k and isinstance(v, int)]
     for key, value in data.items():
@@ -61,7 +69,7 @@ def _divided(value: Any, factor: int) -> Any:
 
 
 def _vocabulary(size: int, world: int) -> int:
-    """A smaller one that leaves the same remainder."""
+    """A smaller size with the same remainder modulo the number of ranks."""
     if size <= 2 * VOCABULARY:
         return size
     unit = world * -(-VOCABULARY // world)
@@ -69,60 +77,65 @@ def _vocabulary(size: int, world: int) -> int:
 
 
 def _token(value: Any, vocabulary: int) -> Any:
+    """A special token id, or a list of them, inside the small vocabulary."""
     if isinstance(value, list):
         return [_token(v, vocabulary) for v in value]
     return vocabulary - 1 if isinstance(value, int) and value >= vocabulary else value
 
 
 @contextmanager
-def small_like(config: Any, cls: type, world: int, obstacle: Callable[[nn.Module], str]) -> Iterator[nn.Module]:
-    """A model like that of ``config``, small enough to be run several times; in float32, with random weights.
+def small_model(config: Any, cls: type, world: int, problem_of: Callable[[nn.Module], str]) -> Iterator[nn.Module]:
+    """A small model with the code of a large one, in float32, with random weights.
 
     Args:
-        config: Of the large model.
-        cls: The class of it.
-        world: The number of ranks; what divides by it must go on doing so.
-        obstacle: Says why a model that was made will not do, or nothing.
+        config: The configuration of the large model.
+        cls: Its class.
+        world: The number of ranks.
+        problem_of: Returns why a small model cannot be used, or an empty text.
+
+    Raises:
+        NoSmallModel: No width gives a model that can be used.
     """
-    found = "it is too large at every width"
+    problem = "it is too large at every width"
     for factor in FACTORS:
         try:
             model, repeated = _built(config, cls, factor, world)
         except Exception as error:
-            found = f"{type(error).__name__}: {error}".splitlines()[0]
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         for blocks in (repeated, []) if repeated else ([],):
             with without_repeats(model, blocks):
-                if sum(p.numel() for p in model.parameters()) > LARGEST:
+                if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
                     continue
                 _fill(model)
-                why = obstacle(model)
+                why = problem_of(model)
                 if not why:
                     yield model
                     return
-                found = why
-    raise NotSmall(f"no small model like it could be run: {found}")
+                problem = why
+    raise NoSmallModel(f"no small model with its code runs: {problem}")
 
 
 def _built(config: Any, cls: type, factor: int, world: int) -> tuple[nn.Module, list[Repeated]]:
+    """The model with widths divided by ``factor``, on meta, and its repeated blocks."""
     data = config.to_dict()
-    made = type(config).from_dict(narrowed(data, factor, world) if factor > 1 else data)
-    made.dtype = torch.float32
+    small = type(config).from_dict(narrowed(data, factor, world) if factor > 1 else data)
+    small.dtype = torch.float32
     implementation = getattr(config, "_attn_implementation", None)
     if implementation in ("eager", "sdpa"):
-        made._attn_implementation = implementation
-    before = torch.get_default_dtype()
+        small._attn_implementation = implementation
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
         with MetaAwareMethodsPatcher():
-            model = cls(made).eval()
+            model = cls(small).eval()
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(default_dtype)
     return model, find_repeated(model)
 
 
 def _fill(model: nn.Module) -> None:
-    """Random weights for all parameters, none of them zero or one alone: what they do must be seen in the results."""
+    """Random values for all parameters, so that each has an effect on the outputs: none are all zero or all one."""
     generator = torch.Generator().manual_seed(0)
     filled: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -141,24 +154,24 @@ def _fill(model: nn.Module) -> None:
         for parameter in filled.values():
             if not parameter.is_floating_point():
                 continue
-            drawn = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
             if parameter.ndim <= 1:
-                parameter.copy_(torch.nan_to_num(parameter, 1.0) + 0.1 * drawn)
+                parameter.copy_(torch.nan_to_num(parameter, 1.0) + 0.1 * noise)
                 continue
-            wanted = parameter.shape[-1] ** -0.5
+            std = parameter.shape[-1] ** -0.5
             if not bool(parameter.isfinite().all()) or not bool(parameter.any()):
-                parameter.copy_(wanted * drawn)
-            elif float(parameter.std()) < wanted / 2:
-                parameter.mul_(wanted / max(float(parameter.std()), 1e-6))
+                parameter.copy_(std * noise)
+            elif float(parameter.std()) < std / 2:
+                parameter.mul_(std / max(float(parameter.std()), 1e-6))
 
 
 def _initialize(model: nn.Module) -> None:
-    """As the model's own code does it, module by module, as far as it does."""
-    own = getattr(model, "_init_weights", None)
+    """Initialize weights with the model's own code, as far as it runs."""
+    init_weights = getattr(model, "_init_weights", None)
     for module in model.modules():
-        if own is None or not any(True for _ in module.parameters(recurse=False)):
+        if init_weights is None or not any(True for _ in module.parameters(recurse=False)):
             continue
         try:
-            own(module)
-        except Exception:  # what it leaves is filled by numbers of the same size as others
+            init_weights(module)
+        except Exception:  # the caller fills what is left
             continue

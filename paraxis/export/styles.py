@@ -1,16 +1,16 @@
-"""The ways to split a module that other libraries have, and what each of them does to a rank.
+"""The parallel styles that other libraries have, and what each does on a rank.
 
-The libraries name them differently; here they are called by what they do:
+The libraries name them differently. Here they are called:
 
 ====================  ==========================================================================================
-``column``            A Linear's weight by outputs; the result stays split.
-``column-gathered``   The same, and the result is gathered: exact whatever comes after.
-``column-packed``     A Linear whose outputs are two halves (``[gate|up]``): each half by itself; stays split.
-``row``               A Linear's weight by inputs, from an input that is split; the results are summed.
-``row-split``         The same from a whole input, of which each rank takes its part: exact whatever came before.
-``vocab``             An Embedding's table by rows; the results are summed.
-``experts``           A module that holds its weights as parameters of its own, each cut; its results are summed.
-``cut:D:S``           Such a parameter, cut along dimension ``D`` (negative), in ``S`` segments each by itself.
+``column``            A Linear with its weight sharded on the outputs; the output stays sharded.
+``column-gathered``   The same, with an all-gather of the output: exact whatever follows.
+``column-packed``     A Linear whose outputs are two halves (``[gate|up]``), each sharded; the output stays sharded.
+``row``               A Linear with its weight sharded on the inputs, from a sharded input; all-reduces the output.
+``row-split``         The same from a replicated input, of which each rank takes its shard: exact whatever precedes.
+``vocab``             An Embedding with its table sharded on the rows; all-reduces the output.
+``experts``           A module with parameters of its own, each sharded; all-reduces the output.
+``shard:D:S``         Such a parameter, sharded on dimension ``D`` (negative), in ``S`` segments each.
 ====================  ==========================================================================================
 """
 
@@ -26,25 +26,25 @@ ROW, ROW_SPLIT = "row", "row-split"
 VOCAB, EXPERTS = "vocab", "experts"
 
 Assignment = Mapping[str, str]
-"""Which module (or parameter), with its block numbers left open, is split in which way."""
+"""The style of every sharded module or parameter, by its name with ``*`` for block numbers."""
 
 
-def cut_style(dim: int, segments: int) -> str:
-    """The way of a parameter that is cut along ``dim``, in so many segments each by itself."""
-    return f"cut:{dim}:{segments}"
+def parameter_style(dim: int, segments: int) -> str:
+    """The style of a parameter that is sharded on ``dim``, in ``segments`` segments each."""
+    return f"shard:{dim}:{segments}"
 
 
-def parse_cut(style: str) -> tuple[int, int] | None:
-    """(dimension, segments) of a parameter's way, and None for a module's."""
-    if not style.startswith("cut:"):
+def parse_parameter_style(style: str) -> tuple[int, int] | None:
+    """(dimension, segments) of the style of a parameter; None for the style of a module."""
+    if not style.startswith("shard:"):
         return None
     _, dim, segments = style.split(":")
     return int(dim), int(segments)
 
 
-def cut(tensor: Tensor, dim: int, segments: int, rank: int, world: int) -> Tensor:
-    """The part of a tensor that a rank holds: of each segment its share, in order."""
+def shard_of(tensor: Tensor, dim: int, segments: int, rank: int, world: int) -> Tensor:
+    """The shard of a tensor on a rank: its shard of every segment, concatenated."""
     parts = tensor.chunk(segments, dim)
     if any(part.shape[dim] % world for part in parts) or len({part.shape for part in parts}) != 1:
-        raise ValueError(f"{tuple(tensor.shape)} cannot be cut evenly along {dim} for {world} ranks")
+        raise ValueError(f"{tuple(tensor.shape)} cannot be sharded evenly on dimension {dim} over {world} ranks")
     return torch.cat([part.chunk(world, dim)[rank] for part in parts], dim)

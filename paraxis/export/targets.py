@@ -1,4 +1,4 @@
-"""What each of the other libraries can be told, and how it is written down for them."""
+"""The plan formats of the other libraries: which styles each supports, and how a plan is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from .candidates import Candidates, Group
 from .choose import Choice
-from .styles import COLUMN, EXPERTS, GATHERED, PACKED, ROW, ROW_SPLIT, VOCAB, parse_cut
+from .styles import COLUMN, EXPERTS, GATHERED, PACKED, ROW, ROW_SPLIT, VOCAB, parse_parameter_style
 
 FORMATS = ("transformers", "torch", "vllm")
 
@@ -23,12 +23,12 @@ _TRANSFORMERS: dict[str, tuple[str, ...]] = {
     ROW_SPLIT: ("rowwise_split_input", "rowwise_rep"),
     VOCAB: ("embedding_rowwise",),
     EXPERTS: ("moe_tp_experts",),
-    "cut:-2:1": ("colwise",),
-    "cut:-2:2": ("packed_colwise",),
-    "cut:-1:1": ("rowwise",),
-    "cut:-1:2": ("packed_rowwise",),
+    "shard:-2:1": ("colwise",),
+    "shard:-2:2": ("packed_colwise",),
+    "shard:-1:1": ("rowwise",),
+    "shard:-1:2": ("packed_rowwise",),
 }
-"""Names that transformers has or had for a way, the present one first."""
+"""The names of styles in transformers, the current one before older ones."""
 
 _TORCH = {
     COLUMN: "ColwiseParallel()",
@@ -43,65 +43,67 @@ _VLLM = {COLUMN: "colwise", ROW: "rowwise"}
 
 
 class NotExportable(ValueError):
-    """Nothing of a plan can be told to the other library. The message names the modules."""
+    """The other library can run no part of a plan exactly. The message names the modules."""
 
 
 def styles_of_transformers() -> dict[str, str]:
-    """The ways that the installed transformers has a registered style for."""
+    """The styles that the installed transformers supports, and its names for them."""
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
     known = set(ALL_PARALLEL_STYLES.keys())
-    found = {way: next((name for name in names if name in known), None) for way, names in _TRANSFORMERS.items()}
-    return {way: name for way, name in found.items() if name is not None}
+    found = {style: next((name for name in names if name in known), None) for style, names in _TRANSFORMERS.items()}
+    return {style: name for style, name in found.items() if name is not None}
 
 
 def names_of(target: str) -> Mapping[str, str]:
-    """What the library calls each of the ways that it has."""
+    """The styles that the library supports, and its names for them."""
     if target == "transformers":
         return styles_of_transformers()
     return _TORCH if target == "torch" else _VLLM
 
 
 def restricted(found: Candidates, target: str) -> Candidates:
-    """What of the candidates the library has a style for."""
+    """The candidates that the library has styles for."""
     names = names_of(target)
-    kept = Candidates(whole=dict(found.whole), own=set(found.own))
+    supported = Candidates(replicated=dict(found.replicated), custom_forward=set(found.custom_forward))
 
-    def known(ways: Mapping[str, str]) -> bool:
-        return all(way in names and not _ambiguous(pattern, way) for pattern, way in ways.items())
+    def known(styles: Mapping[str, str]) -> bool:
+        return all(style in names and not _is_ambiguous(pattern, style) for pattern, style in styles.items())
 
     for group in found.groups:
-        reason = _lacking(target, group.ways)
-        several = [ways for ways in (group.ways, *group.others) if known(ways)]
-        if several:
-            instead = group.instead if known(group.instead) and target != "vllm" else {}
-            kept.groups.append(Group(group.where, several[0], several[1:], instead, group.reason))
-        elif group.instead and known(group.instead) and target != "vllm":
-            kept.groups += [Group(p, {p: way}, reason=reason) for p, way in group.instead.items()]
+        reason = _unsupported(target, group.styles)
+        options = [styles for styles in (group.styles, *group.alternatives) if known(styles)]
+        if options:
+            separate = group.separate if known(group.separate) and target != "vllm" else {}
+            supported.groups.append(Group(group.where, options[0], options[1:], separate, group.reason))
+        elif group.separate and known(group.separate) and target != "vllm":
+            supported.groups += [Group(p, {p: style}, reason=reason) for p, style in group.separate.items()]
         else:
-            modules = {p: way for p, way in group.ways.items() if parse_cut(way) is None}
-            kept.whole.update({p: _left_to_vllm(way) if target == "vllm" else reason for p, way in modules.items()})
-    return kept
+            modules = {p: style for p, style in group.styles.items() if parse_parameter_style(style) is None}
+            supported.replicated.update(
+                {p: _unsupported_by_vllm(style) if target == "vllm" else reason for p, style in modules.items()}
+            )
+    return supported
 
 
-def _ambiguous(pattern: str, way: str) -> bool:
-    """A parameter called ``bias`` is never cut by a row style."""
-    return parse_cut(way) is not None and pattern.endswith(".bias")
+def _is_ambiguous(pattern: str, style: str) -> bool:
+    """A row style never shards a parameter called ``bias``."""
+    return parse_parameter_style(style) is not None and pattern.endswith(".bias")
 
 
-def _left_to_vllm(way: str) -> str:
-    if way == VOCAB:
-        return "vLLM splits the input embedding by itself"
-    if way == EXPERTS:
-        return "vLLM runs fused experts by itself"
-    if way in (PACKED, ROW):
-        return "vLLM documents no style for two halves that are cut each by itself"
-    return "vLLM documents no style for a layer by itself; it replicates it, or, for the head, splits it by itself"
+def _unsupported_by_vllm(style: str) -> str:
+    if style == VOCAB:
+        return "vLLM shards the input embedding itself"
+    if style == EXPERTS:
+        return "vLLM runs fused experts itself"
+    if style in (PACKED, ROW):
+        return "vLLM documents no style for packed outputs"
+    return "vLLM documents no style for a single layer; it replicates it, or shards it itself if it is the lm_head"
 
 
-def _lacking(target: str, ways: Mapping[str, str]) -> str:
-    what = {PACKED: "two halves that are cut each by itself", EXPERTS: "weights of three dimensions"}
-    which = next((what[way] for way in ways.values() if way in what), "this")
+def _unsupported(target: str, styles: Mapping[str, str]) -> str:
+    what = {PACKED: "packed outputs", EXPERTS: "3-D weights"}
+    which = next((what[style] for style in styles.values() if style in what), "this")
     return f"{target} has no style for {which}"
 
 
@@ -109,65 +111,66 @@ def _lacking(target: str, ways: Mapping[str, str]) -> str:
 
 
 def transformers_plans(model: Any, choice: Choice) -> dict[str, dict[str, str]]:
-    """``tp_plan`` for the model, and ``base_model_tp_plan`` with the names that its base model has for its part.
+    """``tp_plan`` of the model, and ``base_model_tp_plan`` with the names of the base model.
 
-    A plan is merged with the one that the model ships, so what that one splits and this one does not has to be named.
+    transformers merges a plan with the one it ships for the model. Modules that are sharded only in the shipped plan
+    must therefore be named as replicated.
     """
     names = styles_of_transformers()
-    plan = {pattern: names[way] for pattern, way in choice.ways.items()}
-    plan |= _gradients(model, choice)
-    whole = _shipped(model) if _merges() else set()
+    plan = {pattern: names[style] for pattern, style in choice.styles.items()}
+    plan |= _gradient_styles(model, choice)
+    shipped = _shipped(model) if _merges() else set()
     prefix = _base_prefix(model)
     base = {pattern.removeprefix(prefix): style for pattern, style in plan.items() if pattern.startswith(prefix)}
-    implied = {name.removeprefix(prefix) for name in whole if name.startswith(prefix)}
+    implied = {name.removeprefix(prefix) for name in shipped if name.startswith(prefix)}
     base_model = getattr(model, "base_model", model)
     if _merges() and isinstance(getattr(base_model, "embed_tokens", None), nn.Embedding):
-        implied.add("embed_tokens")  # a base model's plan gets it unless it is named
-    if (whole - set(plan)) | (implied - set(base)):
-        whole_style = _whole_style()
-        plan |= {name: whole_style for name in sorted(whole - set(plan))}
-        base |= {name: whole_style for name in sorted(implied - set(base))}
+        implied.add("embed_tokens")  # transformers adds it to a base model's plan unless it is named
+    if (shipped - set(plan)) | (implied - set(base)):
+        replicate = _replicate_style()
+        plan |= {name: replicate for name in sorted(shipped - set(plan))}
+        base |= {name: replicate for name in sorted(implied - set(base))}
     return {"tp_plan": plan, "base_model_tp_plan": base}
 
 
-_FOR_GRADIENTS = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
-"""Styles of transformers that change nothing but the gradients of a module between split layers."""
+_GRADIENT_STYLES = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""Styles of transformers that only affect the gradients of a module between sharded layers."""
 
 
-def _gradients(model: Any, choice: Choice) -> dict[str, str]:
-    """What the shipped plan says of gradients, inside of groups that are split as in that plan."""
-    split = [group.where for group in choice.together if {COLUMN, PACKED} & set(group.ways.values())]
+def _gradient_styles(model: Any, choice: Choice) -> dict[str, str]:
+    """The gradient styles of the shipped plan, inside groups that are sharded as in that plan."""
+    sharded = [group.where for group in choice.groups if {COLUMN, PACKED} & set(group.styles.values())]
     return {
         name: style
         for name, style in (getattr(model, "tp_plan", None) or {}).items()
-        if style in _FOR_GRADIENTS and name not in choice.ways and any(name.startswith(f"{w}.") for w in split)
+        if style in _GRADIENT_STYLES and name not in choice.styles and any(name.startswith(f"{w}.") for w in sharded)
     }
 
 
 def _shipped(model: Any) -> set[str]:
-    """What the plan splits that transformers has for the model."""
+    """The modules in the plan that transformers ships for the model."""
     return set(getattr(model, "tp_plan", None) or {})
 
 
 def ships_plan(model: Any) -> bool:
-    """Whether transformers has a plan for the model."""
+    """Whether transformers ships a plan for the model."""
     return bool(_shipped(model))
 
 
 def _merges() -> bool:
-    """Whether a plan that is given is merged with the shipped one; before transformers 5.18 it replaced it."""
+    """Whether transformers merges a plan with the shipped one; before 5.18 it replaced the shipped one."""
     from transformers.distributed import tensor_parallel
 
     return hasattr(tensor_parallel, "resolve_parallel_plans")
 
 
-def _whole_style() -> str:
+def _replicate_style() -> str:
     from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
     if "replicate" not in ALL_PARALLEL_STYLES:
         raise NotExportable(
-            "transformers merges a plan with the one that it ships for this model, and has no style 'replicate' to "
-            "leave a module whole: use transformers 5.22"
+            "transformers merges a plan with the one it ships for this model, and this version has no style "
+            "'replicate' to exclude a module: use transformers 5.22"
         )
     return "replicate"
 
@@ -181,28 +184,28 @@ def _base_prefix(model: Any) -> str:
 
 
 def torch_plan(choice: Choice) -> dict[str, str]:
-    """Names as `parallelize_module` takes them, and the calls that make their styles."""
-    return {pattern: _TORCH[way] for pattern, way in choice.ways.items()}
+    """The plan for `parallelize_module`: module names, and the constructor calls of their styles."""
+    return {pattern: _TORCH[style] for pattern, style in choice.styles.items()}
 
 
-def torch_source(plan: Mapping[str, str], tied: list[tuple[str, str]], head: str) -> str:
-    """A module with `PLAN` and a function that applies it."""
-    lines = [f'"""{head}"""', ""]
+def torch_source(plan: Mapping[str, str], tied: list[tuple[str, str]], headline: str) -> str:
+    """A Python module with `PLAN` and a function that applies it."""
+    lines = [f'"""{headline}"""', ""]
     lines += ["from torch.distributed.tensor import Replicate", "from torch.distributed.tensor.parallel import ("]
     lines += ["    ColwiseParallel,", "    RowwiseParallel,", "    parallelize_module,", ")", "", "PLAN = {"]
     lines += [f"    {json.dumps(name)}: {call}," for name, call in plan.items()]
     lines += ["}", "", "", "def parallelize(model, mesh):"]
-    lines += ['    """Split the model over the ranks of a one-dimensional device mesh."""']
+    lines += ['    """Shard the model over the ranks of a one-dimensional device mesh."""']
     lines += ["    parallelize_module(model, mesh, PLAN)"]
     lines += [
-        f"    model.get_submodule({json.dumps(a)}).weight = model.get_submodule({json.dumps(b)}).weight  # one weight"
+        f"    model.get_submodule({json.dumps(a)}).weight = model.get_submodule({json.dumps(b)}).weight  # tied"
         for a, b in tied
     ]
     return "\n".join([*lines, "    return model", ""])
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether `parallelize_module` takes a name for one of this pattern: part by part."""
+    """Whether `parallelize_module` matches a name with a pattern: part by part."""
     from fnmatch import fnmatch
 
     atoms, parts = pattern.split("."), name.split(".")
@@ -213,41 +216,43 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def vllm_plan(model: Any, choice: Choice, generic: Callable[[str], str], ranks: int) -> dict[str, str]:
-    """``base_model_tp_plan`` as vLLM's transformers backend reads it; an error where it would run something else.
+    """``base_model_tp_plan`` as vLLM's transformers backend reads it.
 
-    vLLM gives every attention its rank's share of the heads, so all of them have to be split, those of keys and values
-    too. It looks names up as regular expressions from the left, so no name may match more than its own modules.
+    vLLM shards the heads of every attention over the ranks, so all of them must be sharded, KV heads too. It matches
+    names as regular expressions from the left, so no name may match more than its own modules.
+
+    Raises:
+        NotExportable: vLLM would run something else.
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise NotExportable(
-            f"{type(model).__name__} does not compute its attention through transformers' attention interface, which "
-            "vLLM's transformers backend needs"
+            f"{type(model).__name__} does not use transformers' attention interface, which vLLM's transformers backend "
+            "requires"
         )
     prefix = _base_prefix(model)
-    rows = {pattern for pattern, way in choice.ways.items() if way == ROW}
+    rows = {pattern for pattern, style in choice.styles.items() if style == ROW}
     attentions: dict[str, None] = {}
     for name, module in model.named_modules():
         if "Attention" in type(module).__name__ and any(isinstance(m, nn.Linear) for m in module.modules()):
             attentions[generic(name)] = None
     for where in attentions:
         if not any(row.startswith(f"{where}.") for row in rows):
-            why = next((reason for p, reason in choice.whole.items() if p.startswith(f"{where}.")), "")
+            why = next((reason for p, reason in choice.replicated.items() if p.startswith(f"{where}.")), "")
             raise NotExportable(
-                f"vLLM gives every attention its rank's share of the heads, and {where} cannot be split so"
-                + (f": {why}" if why else "")
+                f"vLLM shards the heads of every attention, and {where} cannot be sharded" + (f": {why}" if why else "")
             )
-    shared = getattr(model.config.get_text_config(), "num_key_value_heads", None)
-    if attentions and isinstance(shared, int) and shared % ranks:
+    kv_heads = getattr(model.config.get_text_config(), "num_key_value_heads", None)
+    if attentions and isinstance(kv_heads, int) and kv_heads % ranks:
         raise NotExportable(
-            f"vLLM gives every attention its rank's share of the heads, and those of keys and values of "
-            f"{next(iter(attentions))} are {shared}, which cannot be shared out over {ranks} ranks"
+            f"vLLM shards the heads of every attention, and the {kv_heads} KV heads of {next(iter(attentions))} are "
+            f"not divisible by {ranks} ranks"
         )
-    plan = {p.removeprefix(prefix): _VLLM[way] for p, way in choice.ways.items() if p.startswith(prefix)}
+    plan = {p.removeprefix(prefix): _VLLM[style] for p, style in choice.styles.items() if p.startswith(prefix)}
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear) or not name.startswith(prefix):
             continue
         inner = name.removeprefix(prefix)
         first = next((p for p in plan if re.match(p, inner)), None)
         if first is not None and first != generic(inner):
-            raise NotExportable(f"vLLM would take {name} for {first}, since it looks names up from the left")
+            raise NotExportable(f"vLLM would match {name} with {first}: it matches names from the left")
     return plan

@@ -1,29 +1,12 @@
-"""What of a plan could be split, and how it is written for whom; without running anything."""
+"""Which modules of a plan could be sharded, alone or in groups; without running anything."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
-from zoo.cases import find
 
 from paraxis.export.candidates import Candidates, Group, find_candidates, generic
-from paraxis.export.choose import Choice
-from paraxis.export.loading import cut_before_converted
-from paraxis.export.targets import (
-    NotExportable,
-    matches,
-    restricted,
-    styles_of_transformers,
-    torch_source,
-    transformers_plans,
-    vllm_plan,
-)
 from paraxis.placement import Layout, Replicate, Shard
-from paraxis.plan import LayerPlan, Plan
+from paraxis.plan import LayerPlan, ParameterPlan, Plan
 
 
 class Block(nn.Module):
@@ -33,7 +16,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """An embedding whose weight the head has too, and a head whose bias is someone else's."""
+    """A head that is tied to the embedding, and whose bias may be a parameter of its parent."""
 
     def __init__(self, own_bias: bool = False, rows: int = 12) -> None:
         super().__init__()
@@ -46,23 +29,10 @@ class Model(nn.Module):
             self.head.bias = self.head.decoder.bias
 
 
-def planned(model: nn.Module, axes: dict[str, tuple[str | None, bool, bool]]) -> Plan:
-    """A plan for two ranks, by names with the numbers left open: axis, gathers, gets a split input."""
-    plan = Plan(2)
-    for name, module in model.named_modules():
-        if generic(name) not in axes or not isinstance(module, (nn.Linear, nn.Embedding)):
-            continue
-        axis, gathers, split = axes[generic(name)]
-        kind = "linear" if isinstance(module, nn.Linear) else "embedding"
-        plan.layers.append(LayerPlan(name, kind, axis, gathers, split, False))
-        dim = 1 if axis == "row" else 0
-        size = module.weight.shape[dim]
-        placement = Shard.of(dim, Layout.even(size, 2)) if axis else Replicate()
-        plan.add_parameter(f"{name}.weight", placement, module.weight.shape, 0)
-    return plan
+Axes = dict[str, tuple[str | None, bool, bool]]
+"""By generic names: the axis, whether the output is gathered, whether the input is sharded."""
 
-
-AXES: dict[str, tuple[str | None, bool, bool]] = {
+AXES: Axes = {
     "embed": ("vocab", True, False),
     "blocks.*.up": ("column", False, False),
     "blocks.*.down": ("row", True, True),
@@ -70,129 +40,108 @@ AXES: dict[str, tuple[str | None, bool, bool]] = {
 }
 
 
-def ways(found: Candidates) -> list[dict[str, str]]:
-    return [group.ways for group in found.groups]
+def planned(model: nn.Module, axes: Axes, replicated: list[tuple[str, str]] | None = None) -> Plan:
+    """A plan for two ranks."""
+    layers, parameters = [], {}
+    for name, module in model.named_modules():
+        if generic(name) not in axes or not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        axis, gathers, sharded_input = axes[generic(name)]
+        kind = "linear" if isinstance(module, nn.Linear) else "embedding"
+        layers.append(LayerPlan(name, kind, axis, gathers, sharded_input, False))
+        dim = 1 if axis == "row" else 0
+        shape = tuple(module.weight.shape)
+        placement = Shard.of(dim, Layout.even(shape[dim], 2)) if axis else Replicate()
+        parameters[f"{name}.weight"] = ParameterPlan(placement, shape, shape)
+    return Plan(2, layers=layers, parameters=parameters, replicated=replicated or [])
 
 
-def test_groups_and_shared_weights() -> None:
+def styles(found: Candidates) -> list[dict[str, str]]:
+    return [group.styles for group in found.groups]
+
+
+def test_generic_names() -> None:
+    assert generic("model.layers.10.mlp.experts.3") == "model.layers.*.mlp.experts.*"
+    assert generic("h2.weight") == "h2.weight"
+
+
+def test_groups_and_tied_weights() -> None:
     model = Model()
     found = find_candidates(model, planned(model, AXES))
-    assert {"embed": "vocab", "head.decoder": "column-gathered"} in ways(found)
-    assert {"blocks.*.up": "column", "blocks.*.down": "row"} in ways(found)
-    assert not found.whole
+    assert {"embed": "vocab", "head.decoder": "column-gathered"} in styles(found)
+    assert {"blocks.*.up": "column", "blocks.*.down": "row"} in styles(found)
+    assert not found.replicated
 
 
-def test_a_shared_bias_keeps_all_that_share_whole() -> None:
+def test_a_tied_bias_replicates_all_that_share_it() -> None:
     model = Model(own_bias=True)
     found = find_candidates(model, planned(model, AXES))
-    assert set(found.whole) == {"embed", "head", "head.decoder"} and all(found.whole.values())
-    assert ways(found) == [{"blocks.*.up": "column", "blocks.*.down": "row"}]
+    assert set(found.replicated) == {"embed", "head", "head.decoder"} and all(found.replicated.values())
+    assert styles(found) == [{"blocks.*.up": "column", "blocks.*.down": "row"}]
 
 
-def test_sizes_that_do_not_divide() -> None:
+def test_sizes_that_are_not_divisible() -> None:
     model = Model(rows=13)
     found = find_candidates(model, planned(model, AXES))
-    assert "13" in found.whole["embed"] and "head.decoder" in found.whole
+    assert "13" in found.replicated["embed"] and "head.decoder" in found.replicated
 
 
-def test_the_usual_way_where_the_plan_gathers() -> None:
-    """What it is apart is kept for the case that the usual way is not right."""
+def test_the_standard_group_where_the_plan_gathers() -> None:
+    """The separate styles remain for the case that the group is not exact."""
     model = Model()
     gathers = {**AXES, "blocks.*.up": ("column", True, False), "blocks.*.down": ("column", True, False)}
     found = find_candidates(model, planned(model, gathers))
     (group,) = [g for g in found.groups if g.where == "blocks.*"]
-    assert group.ways == {"blocks.*.up": "column", "blocks.*.down": "row"}
-    assert set(group.instead.values()) == {"column-gathered"}
+    assert group.styles == {"blocks.*.up": "column", "blocks.*.down": "row"}
+    assert set(group.separate.values()) == {"column-gathered"}
 
 
-def test_what_the_plan_leaves_whole_stays_whole() -> None:
+def test_what_the_plan_replicates_is_replicated() -> None:
     model = Model()
-    plan = planned(model, {**AXES, "blocks.*.up": (None, False, False)})
-    plan.replicated.append(("blocks.0.up.weight", "too small"))
-    found = find_candidates(model, plan)
-    assert "too small" in found.whole["blocks.*.up"]
-    assert {"blocks.*.down": "row-split"} in ways(found)
+    axes = {**AXES, "blocks.*.up": (None, False, False)}
+    found = find_candidates(model, planned(model, axes, [("blocks.0.up.weight", "too small")]))
+    assert found.replicated["blocks.*.up"] == "replicated in the plan: too small"
+    assert {"blocks.*.down": "row-split"} in styles(found)
 
 
-def test_only_styles_that_there_are() -> None:
-    packed = {"a.up": "column-packed", "a.down": "row"}
-    apart = {"a.up": "column-gathered", "a.down": "row-split"}
-    experts = {"e": "experts", "e.up": "cut:-2:2", "e.down": "cut:-1:1"}
-    found = Candidates([Group("a", packed, instead=apart), Group("e", experts)])
-    assert ways(restricted(found, "transformers")) == [packed, experts]
-    torch_ = restricted(found, "torch")
-    assert ways(torch_) == [{"a.up": "column-gathered"}, {"a.down": "row-split"}]
-    assert set(torch_.whole) == {"e"} and "three dimensions" in torch_.whole["e"]
-    assert ways(restricted(found, "vllm")) == []
-    biased = Candidates([Group("e", {"e": "experts", "e.bias": "cut:-1:1"})])
-    assert not restricted(biased, "transformers").groups  # a row style leaves a `bias` whole
+def test_subclasses_with_their_own_forward_are_noted() -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, input):  # type: ignore[no-untyped-def]
+            return 2 * super().forward(input)
+
+    model = nn.Sequential(Scaled(12, 8))
+    assert find_candidates(model, planned(model, {"0": ("vocab", True, False)})).custom_forward == {"0"}
 
 
-@pytest.fixture(scope="module")
-def llama() -> Any:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
-    with torch.device("meta"):
-        return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=32))
+def test_experts_are_sharded_on_their_width() -> None:
+    """As the plan does it, then in the other orders of inputs and outputs; packed before unpacked."""
 
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (
+                nn.Parameter(nn.Linear(8, 8).weight.expand(4, 8, 8)),
+                nn.Parameter(nn.Linear(8, 8).weight.expand(4, 8, 8)),
+            )
 
-MLP = {
-    "model.layers.*.mlp.gate_proj": "column",
-    "model.layers.*.mlp.up_proj": "column",
-    "model.layers.*.mlp.down_proj": "row",
-}
-
-
-def test_what_a_shipped_plan_splits_is_named(llama: Any) -> None:
-    """transformers merges a plan with its own: what is to stay whole has to be said."""
-    plans = transformers_plans(llama, Choice(dict(MLP), {}))
-    names = styles_of_transformers()
-    assert plans["tp_plan"]["model.layers.*.mlp.down_proj"] == names["row"] == "rowwise"
-    assert plans["base_model_tp_plan"]["layers.*.mlp.gate_proj"] == "colwise"
-    from transformers.distributed import tensor_parallel
-
-    if hasattr(tensor_parallel, "resolve_parallel_plans"):
-        others = {"model.layers.*.self_attn.q_proj", "model.embed_tokens", "lm_head"}
-        assert {plans["tp_plan"][name] for name in others} == {"replicate"}
-        assert plans["base_model_tp_plan"]["embed_tokens"] == "replicate"
-
-
-def test_vllm_needs_split_attention(llama: Any) -> None:
-    with pytest.raises(NotExportable, match=r"model.layers.\*.self_attn"):
-        vllm_plan(llama, Choice(dict(MLP), {}), generic, 2)
-    attention = {f"model.layers.*.self_attn.{x}_proj": "column" for x in "qkv"}
-    attention["model.layers.*.self_attn.o_proj"] = "row"
-    plan = vllm_plan(llama, Choice({**MLP, **attention}, {}), generic, 2)
-    assert plan["layers.*.self_attn.o_proj"] == "rowwise" and set(plan.values()) == {"colwise", "rowwise"}
-    with pytest.raises(NotExportable, match="from the left"):
-        vllm_plan(llama, Choice({**attention, "model.layers.*.mlp.gate": "column"}, {}), generic, 2)
-    with pytest.raises(NotExportable, match=r"keys and values of model.layers.\*.self_attn are \d+, .* over 16 ranks"):
-        vllm_plan(llama, Choice({**MLP, **attention}, {}), generic, 16)
-
-
-def test_torch_source_runs() -> None:
-    source = torch_source({"a.*.b": "ColwiseParallel(output_layouts=Replicate())"}, [("head", "embed")], "A model.")
-    exported: dict[str, Any] = {}
-    exec(compile(source, "plan.py", "exec"), exported)
-    assert set(exported["PLAN"]) == {"a.*.b"} and callable(exported["parallelize"])
-    assert matches("a.*.b", "a.10.b") and not matches("a.*.b", "a.1.c.b")
-
-
-def test_cut_before_converted() -> None:
-    """Parameters that checkpoints hold in one tensor stay whole for transformers, which would cut that tensor."""
-    assert not cut_before_converted(find("llama").make())
-    pytest.importorskip("transformers.models.hrm_text")
-    model = find("hrm_text").make()
-    found = cut_before_converted(model)
-    assert "attn.gqkv_proj.weight" in found["model.L_module.layers.*.self_attn.k_proj"]
-    assert "model.L_module.layers.*.self_attn.o_proj" not in found and "lm_head" not in found
-    groups = [
-        Group(
-            "mlp",
-            {f"model.H_module.layers.*.mlp.{name}_proj": way for name, way in (("up", "column"), ("down", "row"))},
-            instead={"model.H_module.layers.*.mlp.down_proj": "row-split"},
-        )
+    model = nn.ModuleDict({"experts": Experts()})
+    shards = {"up": Shard.of(1, Layout.even(8, 2)), "down": Shard.of(2, Layout.even(8, 2))}
+    parameters = {f"experts.{name}": ParameterPlan(p, (4, 8, 8), (4, 4, 8)) for name, p in shards.items()}
+    (group,) = find_candidates(model, Plan(2, parameters=parameters)).groups
+    assert group.styles == {"experts": "experts", "experts.up": "shard:-2:1", "experts.down": "shard:-1:1"}
+    assert [option["experts.up"] for option in group.alternatives] == [
+        "shard:-2:2",
+        "shard:-2:1",
+        "shard:-1:2",
+        "shard:-1:1",
     ]
-    candidates = Candidates(groups)
-    candidates.drop(found)
-    assert list(candidates.whole) == ["model.H_module.layers.*.mlp.up_proj"]
-    assert [group.ways for group in candidates.groups] == [{"model.H_module.layers.*.mlp.down_proj": "row-split"}]
+    found = find_candidates(model, Plan(2, replicated=[("experts.up", "no rule")]))
+    assert found.replicated == {"experts": "replicated in the plan: no rule"}
+
+
+def test_dropped_modules_leave_the_others_separate() -> None:
+    group = Group("mlp", {"mlp.up": "column", "mlp.down": "row"}, separate={"mlp.down": "row-split"})
+    found = Candidates([group])
+    found.drop({"mlp.up": "stored packed"})
+    assert found.replicated == {"mlp.up": "stored packed"}
+    assert styles(found) == [{"mlp.down": "row-split"}] and found.groups[0].reason == "mlp.up: stored packed"
