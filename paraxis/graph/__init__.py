@@ -1,1 +1,1 @@
-"""Small questions about FX nodes that every later stage asks: arguments, shapes, modules, what is written to."""
+"""Helpers for FX graphs that every later stage uses: arguments, shapes and modules of nodes, writes, patterns."""

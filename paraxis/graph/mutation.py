@@ -8,27 +8,31 @@ import torch
 from torch.fx import Node
 
 IN_PLACE = "in_place"
-"""Where an operator that stands for a write into an input keeps the operator that writes."""
+"""In ``node.meta`` of a functional operator that replaces a write into an input: the operator that writes."""
 
 
 def mutated(node: Node) -> Node | None:
     """The tensor that this node writes to, if it is the first argument."""
+    first = node.args[0] if node.args else None
+    if not isinstance(first, Node):
+        return None
     if IN_PLACE in node.meta:
-        return node.args[0]  # type: ignore[return-value]
+        return first
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     schema = node.target._schema
-    if not schema.is_mutable or not schema.arguments or not node.args:
+    if not schema.is_mutable or not schema.arguments:
         return None
     info = schema.arguments[0].alias_info
-    first = node.args[0]
-    return first if info is not None and info.is_write and isinstance(first, Node) else None
+    return first if info is not None and info.is_write else None
 
 
 def written_input(node: Node) -> Node | None:
-    """The input of the graph that this node is a later value of, or itself; None if it is anything else."""
+    """The input of the graph that a node is the latest value of, after writes into it; None if it is anything else."""
     while IN_PLACE in node.meta:
-        node = node.args[0]  # type: ignore[assignment]
+        written = node.args[0]
+        assert isinstance(written, Node)
+        node = written
     return node if node.op == "placeholder" else None
 
 

@@ -64,8 +64,9 @@ def _aligned(q: Shard, k: Shard, q_shape: Sequence[int], k_shape: Sequence[int],
 
 def _same_groups(lq: Layout | None, lk: Layout | None, nq: int, nk: int) -> bool:
     """Whether every rank holds, for each of its query heads in order, the KV head of that head's group."""
-    world = (lq or lk).world  # type: ignore[union-attr]
-    for rank in range(world):
+    layout = lq or lk
+    assert layout is not None
+    for rank in range(layout.world):
         q_heads = [i for a, b in (lq.expand(nq, rank) if lq else ((0, nq),)) for i in range(a, b)]
         k_heads = [i for a, b in (lk.expand(nk, rank) if lk else ((0, nk),)) for i in range(a, b)]
         if not k_heads or len(q_heads) % len(k_heads):

@@ -27,8 +27,8 @@ def _dims(call: Call, position: int = 1) -> set[int]:
 
 def _reduced(placement: Shard, gone: set[int], keepdim: bool) -> Shard:
     """The placement after the dimensions ``gone`` were reduced."""
-    shift = (lambda d: d) if keepdim else (lambda d: d - sum(g < d for g in gone))
-    return Shard.of({shift(d): x for d, x in placement.layouts if d not in gone})
+    remaining = {d: x for d, x in placement.layouts if d not in gone}
+    return Shard.of(remaining if keepdim else {d - sum(g < d for g in gone): x for d, x in remaining.items()})
 
 
 def _keepdim(call: Call) -> bool:

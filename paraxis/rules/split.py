@@ -186,9 +186,11 @@ def cat(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
 def _packed(call: Call, placements: Sequence[InputPlacement], dim: int, skip: list[bool]) -> Strategy | None:
     """All inputs sharded on the dimension they are concatenated along."""
     box: dict[int, Layout] | None = None
-    parts = []
+    parts: list[tuple[int, Layout]] = []
+    inputs: list[Placement] = []
     for tensor, placement, empty in zip(call.inputs, placements, skip, strict=True):
         if empty:
+            inputs.append(Shard(()))
             continue
         if not isinstance(placement, Shard) or dim not in placement.dims or not isinstance(tensor.shape[dim], int):
             return None
@@ -196,10 +198,10 @@ def _packed(call: Call, placements: Sequence[InputPlacement], dim: int, skip: li
         if box is not None and others != box:
             return None
         box = others
+        inputs.append(placement)
         parts.append((tensor.shape[dim], placement.dims[dim]))
     out = Shard.of({**(box or {}), dim: Layout.concat(parts)})
-    inputs = tuple(Shard(()) if e else p for p, e in zip(placements, skip, strict=True))
-    return Strategy(inputs, (out,))  # type: ignore[arg-type]
+    return Strategy(tuple(inputs), (out,))
 
 
 @builtin_rule(aten.stack.default, samples="split")

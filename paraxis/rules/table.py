@@ -107,6 +107,16 @@ class Sharding:
                 return None
         return Shard.of(dim, layout) if layout is not None and layout.fits(size) else None
 
+    def on_all(self, entries: Iterable[Entry], tensors: Iterable[Tensor]) -> tuple[Placement, ...] | None:
+        """The placements of several entries; None if one of them cannot be split like this."""
+        placements = []
+        for entry, tensor in zip(entries, tensors):
+            placement = self.on(entry, tensor)
+            if placement is None:
+                return None
+            placements.append(placement)
+        return tuple(placements)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -153,12 +163,12 @@ class Line:
         for sharding in self.shardings(call, placements):
             if (any(e.letter == "P" for e in self.outputs) or draws(call)) and sharding.layout.has_copies:
                 continue  # what is on two ranks would be summed twice, or drawn twice
-            inputs = [sharding.on(e, t) for e, t in zip(self.inputs, call.inputs)]
-            outputs = [sharding.on(e, t) for e, t in zip(self.outputs, call.outputs)]
+            inputs = sharding.on_all(self.inputs, call.inputs)
+            outputs = sharding.on_all(self.outputs, call.outputs)
             shares = self.shares(call, sharding)
-            if shares is not None and all(p is not None for p in (*inputs, *outputs)):
+            if shares is not None and inputs is not None and outputs is not None:
                 localize = partial(localize_shares, shares=shares) if shares else None
-                yield Strategy(tuple(inputs), tuple(outputs), localize)  # type: ignore[arg-type]
+                yield Strategy(inputs, outputs, localize)
 
     def shardings(self, call: Call, placements: Sequence[InputPlacement]) -> Iterator[Sharding]:
         """How those inputs that this line shards are sharded now."""

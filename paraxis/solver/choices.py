@@ -10,8 +10,19 @@ from typing import Any
 
 import torch
 
-from ..placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Replicate, Shard
-from ..rules import UNPLACED, Call, InputPlacement, Strategy, Tensor, accepts_unplaced, replicated, rule_for, same_size
+from ..placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Shard
+from ..rules import (
+    UNPLACED,
+    Call,
+    InputPlacement,
+    Strategy,
+    Tensor,
+    Unplaced,
+    accepts_unplaced,
+    replicated,
+    rule_for,
+    same_size,
+)
 from ..rules.base import is_one
 from .cost import CostModel, nbytes
 from .moves import sequence_length, sequence_shards, settled, share
@@ -135,19 +146,19 @@ class Choices:
 
     def _priced(self, step: Step, call: Call, strategy: Strategy, before: tuple[InputPlacement, ...]) -> Choice:
         cost = self.model.run(call, strategy)
-        after: dict[Value, InputPlacement] = dict(zip(step.inputs, before, strict=True))
-        for value, tensor, need in zip(step.inputs, call.inputs, strategy.inputs, strict=True):
-            now = after[value]  # the second use of an input in a step sees the placement that the first has left
-            if isinstance(now, (Replicate, Partial, Shard)):
-                for charge in self._charges(value, tensor, now, need):
-                    cost += charge
-                after[value] = settled(now, need)
-            else:
+        after: dict[Value, Placement] = {}
+        for value, placement, tensor, need in zip(step.inputs, before, call.inputs, strategy.inputs, strict=True):
+            now = after.get(value, placement)  # the second use of an input sees the placement that the first has left
+            if isinstance(now, Unplaced):
                 stored = REPLICATE if need in (PARTIAL, SHARED) else need
                 after[value] = stored
                 if value not in self.program.placements:
                     cost += self.model.store(tensor, stored, self._can_shard(value, tensor.shape))
-        return Choice(strategy, before, tuple(after[v] for v in step.inputs), cost)  # type: ignore[misc]
+            else:
+                for charge in self._charges(value, tensor, now, need):
+                    cost += charge
+                after[value] = settled(now, need)
+        return Choice(strategy, before, tuple(after[v] for v in step.inputs), cost)
 
     def _charges(self, value: Value, tensor: Tensor, now: Placement, need: Placement) -> Iterator[float]:
         """What it costs to bring an input from its placement to the one that a strategy needs."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
+from typing import Any
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
@@ -57,19 +58,19 @@ class Machine:
         outside = self.between.latency + volume(kind, nodes) * size / self.per_node / self.between.bandwidth
         return inside + outside
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """The machine as plain data."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, object]) -> Machine:
+    def from_json(cls, data: Mapping[str, Any]) -> Machine:
         """The inverse of :meth:`to_json`."""
         known = dict(data)
-        known["link"] = Link(**known["link"])  # type: ignore[arg-type]
-        known["links"] = {kind: Link(**link) for kind, link in dict(known.get("links") or {}).items()}  # type: ignore[call-overload]
+        known["link"] = Link(**known["link"])
+        known["links"] = {kind: Link(**link) for kind, link in (known.get("links") or {}).items()}
         if known.get("between"):
-            known["between"] = Link(**known["between"])  # type: ignore[arg-type]
-        return cls(**known)  # type: ignore[arg-type]
+            known["between"] = Link(**known["between"])
+        return cls(**known)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the machine to a file that :func:`machine_of` reads."""

@@ -11,8 +11,8 @@ from itertools import chain
 from math import inf
 from typing import TypeVar
 
-from ..placement import REPLICATE, Partial, Placement, Replicate, Shard
-from ..rules import InputPlacement, Tensor
+from ..placement import REPLICATE, Partial, Placement, Shard
+from ..rules import InputPlacement, Tensor, Unplaced
 from .choices import Choices
 from .cost import collective_between, nbytes
 from .program import Value
@@ -124,8 +124,9 @@ class Pruner:
                 size = self.sizes[value]
                 if (number, size) not in debts:
                     placement = self.ids.placements[number]
-                    placed = isinstance(placement, (Replicate, Partial, Shard))
-                    debts[number, size] = self.model.move(placement, REPLICATE, size) if placed else 0.0  # type: ignore[arg-type]
+                    debts[number, size] = (
+                        0.0 if isinstance(placement, Unplaced) else self.model.move(placement, REPLICATE, size)
+                    )
                 if value not in self.program.parameters:
                     cost += debts[number, size]
             return cost
@@ -140,7 +141,8 @@ class Pruner:
         if not self.ids.is_full[other]:
             return inf  # rules follow the placements there are: none may lead to the other from here
         source, target = self.ids.placements[now], self.ids.placements[other]
-        return self._bridge(value, source, target, remaining_uses)  # type: ignore[arg-type]
+        assert not isinstance(source, Unplaced) and not isinstance(target, Unplaced)
+        return self._bridge(value, source, target, remaining_uses)
 
     def _bridge(self, value: Value, source: Placement, full: Placement, remaining_uses: int) -> float:
         """The most that it costs to have a value in ``source`` and not in ``full``, where every rank has all of it.

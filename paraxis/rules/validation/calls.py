@@ -208,7 +208,7 @@ class _Recorder(TorchDispatchMode):
     """Records a few calls of every operator of interest, as they reach the dispatcher."""
 
     def __init__(self, interesting: Any, limit: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.interesting, self.limit = interesting, limit
         self.calls: dict[Any, list[Sample]] = defaultdict(list)
 

@@ -116,11 +116,11 @@ class _Attempt:
         """The results of every rank; None if the call cannot be made like this, or does not run."""
         call = trial.call
         shares = Line(self.inputs, (), self.local).shares(call, self.sharding)
-        placements = [self.sharding.on(e, t) for e, t in zip(self.inputs, call.inputs)]
-        if shares is None or any(p is None for p in placements):
+        placements = self.sharding.on_all(self.inputs, call.inputs)
+        if shares is None or placements is None:
             return None
         try:
-            results = trial.run_all(placements, partial(localize_shares, shares=shares))  # type: ignore[arg-type]
+            results = trial.run_all(placements, partial(localize_shares, shares=shares))
         except Exception:
             return None
         return results if all(len(r) == len(call.outputs) for r in results) else None
