@@ -47,7 +47,7 @@ def parallelize_model(
         parallel_ctx: The process group, or a mesh with data-parallel ranks too, and the device.
         model_args: More positional arguments for the model's constructor.
         revision: Revision on the Hub.
-        cache_dir: Where downloads are kept.
+        cache_dir: Where downloads are cached.
         local_files_only: Never go to the network.
         skip_load_weights: Initialize the weights with ``Config.weight_init_fn`` instead of loading them; the same seed
             gives the same global weights on any number of ranks.
@@ -82,7 +82,7 @@ def parallelize_model(
         for parameter in parallel_ctx.param_cache.values():
             parameter._spec.source = None  # type: ignore[attr-defined]
     elif folder is not None:
-        map_weights(model, folder, parallel_ctx, remember=config.cache_plans)
+        map_weights(model, folder, parallel_ctx, use_cache=config.cache_plans)
     check_same_values(parallel_ctx)
     # Make the plan, apply it, load the weights.
     call = compiled_call_of(model, parallel_ctx, config)

@@ -1,4 +1,4 @@
-"""Checkpoints: finding them, knowing what is in them, and reading from them only what a rank needs."""
+"""Checkpoints: finding them, mapping their tensors to parameters, and reading only this rank's shards."""
 
 from ..errors import CheckpointError
 from .materialize import materialize_parameters

@@ -1,4 +1,4 @@
-"""Building a model without memory, and attaching metadata to its parameters."""
+"""Building a model on the meta device, and attaching metadata to its parameters."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build_model(folder: Path, model_args: Sequence[Any], torch_dtype: Any, kwarg
 
 
 def _cast_exceptions(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give parameters and buffers the dtype that the model's class asks for, whatever the rest has."""
+    """Cast parameters and buffers for which the model's class requires another dtype than the rest has."""
     from transformers.core_model_loading import build_glob_alternation
 
     exceptions = model._get_dtype_plan(dtype)  # type: ignore[operator]
@@ -69,8 +69,8 @@ def _dtype(dtype: torch.dtype | str | None, model_config: Any) -> torch.dtype:
 
 
 def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any = None) -> None:
-    """Replace the parameters by empty sharded ones that carry :class:`ParameterMeta`; the context starts afresh."""
-    if any(isinstance(p, ShardedTensor) and p._local.numel() for p in model.parameters()):
+    """Replace the parameters by empty sharded ones with :class:`ParameterMeta`, and reset the context."""
+    if any(isinstance(p, ShardedTensor) and p.local.numel() for p in model.parameters()):
         raise RuntimeError("this model is already parallel: call parallelize_model on a model once")
     if dtype is not None and not isinstance(dtype, str):
         model.to(dtype)

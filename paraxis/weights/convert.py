@@ -1,7 +1,7 @@
 """Parameters that a checkpoint stores in another form: one tensor per expert, packed, split or transposed.
 
-transformers knows how to convert each of them, and its recipes are used here too; what is ours is to know from the
-headers alone which parameters come of it and whether they fit, and to read only what a rank's shard is made of.
+transformers has a recipe for each conversion, which is used here too. This module finds out from the headers alone
+which parameters a recipe produces and whether they fit, and reads only the tensors that a rank's shard needs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Conversion:
     """Tensors of the checkpoint that become one or several parameters.
 
     Attributes:
-        first: The first parameter that comes of it.
+        first: The first parameter that it produces.
         converter: transformers' recipe.
         model: The model it is for.
-        locate: From the names that the recipe gives to those of the parameters.
+        locate: From names in the recipe's results to names of parameters.
         sources: The keys of the checkpoint, by the recipe's patterns, in order.
         targets: The parameters and the shapes they get, or nothing if the recipe fails on these tensors.
         error: Why it fails.
-        traced: The recipe, for parts of its results.
+        traced: The traced recipe, which computes parts of its results.
     """
 
     first: str
@@ -50,22 +50,22 @@ class Conversion:
         return [key for several in self.sources.values() for key in several]
 
     def run(self, read: Read) -> dict[str, torch.Tensor]:
-        """The parameters, whole, from the tensors that ``read`` gives for keys of the checkpoint."""
+        """The full parameters, from the tensors that ``read`` returns for keys of the checkpoint."""
         converter = deepcopy(self.converter)
         for pattern, keys in self.sources.items():
             for key in keys:
                 converter.add_tensor(self.first, key, pattern, lambda key=key: read(key))
         results = converter.convert(self.first, model=self.model, config=getattr(self.model, "config", None))
-        whole = {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
-        return {located: value for name, value in whole.items() if (located := self.locate(name)) is not None}
+        values = {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
+        return {located: value for name, value in values.items() if (located := self.locate(name)) is not None}
 
     def fill(self, out: torch.Tensor, name: str, index: Index, fill: Fill) -> None:
-        """Write the part ``index`` of a parameter into ``out``, reading only the parts it is made of with ``fill``."""
+        """Write the part ``index`` of a parameter into ``out``; ``fill`` reads the parts of stored tensors it needs."""
         assert self.traced is not None, self.error
         self.traced.fill(out, name, index, fill)
 
     def problems(self, params: Mapping[str, torch.Tensor]) -> list[str]:
-        """A line for each parameter that it does not fit."""
+        """A line for each parameter whose shape does not match."""
         stored = f"stored in another form, as {len(self.keys)} tensors such as {self.keys[0]!r}"
         if self.error:
             return [f"{self.first}: {stored}, which transformers cannot convert ({self.error})"]
@@ -89,10 +89,10 @@ def find_conversions(
     Args:
         params: Parameters by their first names.
         tied_names: All names of those that have several, by first name.
-        shapes: Gives, for a key of the checkpoint, a tensor on ``meta`` of its shape and dtype.
+        shapes: From a key of the checkpoint to a meta tensor of its shape and dtype.
         weight_map: The keys of the checkpoint, with their files.
         base_model_prefix: Name of the model inside the model with a head; keys may have it or lack it.
-        model: A transformers model, whose conversions are meant.
+        model: A transformers model, whose conversions apply.
     """
     first_name = {other: first for first, several in tied_names.items() for other in several}
     names = CheckpointNames({*params, *first_name}, base_model_prefix, model)

@@ -17,7 +17,7 @@ from .weight_map import INDEX_NAME, no_safetensors, other_formats
 MIN_TRANSFORMERS = "5.17.0"
 
 _CONFIG_FILES = ["config.json", "generation_config.json"]
-_DOWNLOAD_TIMEOUT = 24 * 3600.0  # what the other ranks grant the one that downloads
+_DOWNLOAD_TIMEOUT = 24 * 3600.0  # seconds that the other ranks wait for the one that downloads
 
 
 def check_transformers_version() -> None:
@@ -55,7 +55,7 @@ def resolve_checkpoint(
         with on_all_ranks(group, f"finding {name!r}"):
             _check_folder(folder)
         return folder
-    # Ranks on one machine share its name, and its number where a launcher gives one: containers may share
+    # Ranks on one machine have the same host name, and the same number from the launcher: containers may share host
     # names.
     machine = [socket.gethostname(), os.environ.get("GROUP_RANK", "")]
     machines = all_gather_object(group, machine, f"finding {name!r}")
@@ -118,23 +118,23 @@ def _snapshot(name: str, weights: bool, local_files_only: bool, **options: Any) 
 
 
 def _not_found(name: str, revision: str | None, local_files_only: bool, error: Exception) -> str:
-    """Why the files of a model are not to be had, and what to do."""
+    """Why the files of a model are not available, and what to do."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.GatedRepoError):
         return (
-            f"{name!r} is gated: accept its terms on its page on the Hub, and give a token of that account "
-            "(`hf auth login`, or the environment variable HF_TOKEN). The ranks then use it, too."
+            f"{name!r} is gated: accept its terms on its page on the Hub, and provide a token of that account "
+            "(`hf auth login`, or the environment variable HF_TOKEN). All ranks use it."
         )
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name!r} has no revision {revision!r}; a branch, a tag or a whole commit hash is one"
+        return f"{name!r} has no revision {revision!r}; use a branch, a tag or a full commit hash"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"there is no model {name!r} on the Hub, and no such directory; if it is private, give a token "
+            f"there is no model {name!r} on the Hub, and no such directory; if it is private, provide a token "
             "(`hf auth login`, or the environment variable HF_TOKEN)"
         )
     if type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "requests", "urllib3", "builtins"):
-        return f"downloading {name!r} broke off: {error}. Try again: files that have arrived whole are kept."
+        return f"downloading {name!r} failed: {error}. Try again: complete files are not downloaded again."
     where = "in the local cache" if local_files_only else "on the Hub"
     which = f" (revision {revision!r})" if revision else ""
     return f"cannot find {name!r}{which} {where}, and it is not a directory either: {error}"
@@ -147,7 +147,7 @@ def _formats_on_hub(name: str, revision: str | None, local_files_only: bool) -> 
         return []
     try:
         return other_formats(HfApi().list_repo_files(name, revision=revision))
-    except Exception:  # this only makes an error message better
+    except Exception:  # only used to improve an error message
         return []
 
 
@@ -164,7 +164,7 @@ def load_config_and_class(folder: Path, overrides: dict[str, Any]) -> tuple[Any,
         config, unused = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, return_unused_kwargs=True, **overrides
         )
-    except Exception as error:  # whatever a configuration of any type raises on what it finds in the file
+    except Exception as error:  # anything that a configuration class raises on the contents of the file
         message = f"transformers {version} cannot read the configuration {where}: {error}"
         raise CheckpointError(message) from error
     names = getattr(config, "architectures", None)
@@ -177,6 +177,6 @@ def load_config_and_class(folder: Path, overrides: dict[str, Any]) -> tuple[Any,
     if model_cls is None:
         raise CheckpointError(
             f"{where} names the class {names[0]!r}, which transformers {version} does not have. A newer "
-            "transformers may have it; a class of your own can be built by you and passed as a module."
+            "transformers may have it; build a class of your own yourself and pass the module."
         )
     return config, model_cls, unused

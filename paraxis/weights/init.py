@@ -1,4 +1,4 @@
-"""Weights that no checkpoint provides."""
+"""Initializing weights that no checkpoint provides."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from ..distributed.consensus import all_gather_object
 from ..distributed.redistribute import slice_box
-from .load import _finish, _meta_of, held
+from .load import _finish, _meta_of, storage_placement
 
 
 def initialize_parameters(
@@ -26,17 +26,17 @@ def initialize_parameters(
 ) -> None:
     """Initialize every parameter that still needs it (``meta_info.need_initialize``).
 
-    The same seed gives the same *global* weights on any number of ranks: each parameter's whole tensor is
-    made on the CPU, one at a time, from a seed of its own (drawn from ``seed`` and its name), and each rank
-    keeps its part. The caller's random state is left as it was.
+    The same seed gives the same *global* weights on any number of ranks: each parameter's full tensor is
+    initialized on the CPU, one at a time, from a seed of its own (derived from ``seed`` and its name), and each rank
+    takes its shard. The caller's random state does not change.
 
-    Which values: a parameter's own ``meta_info.init_fn`` if it has one. Else ``init_fn`` for those with two
-    or more dimensions (linear, embedding and convolution weights), zeros for those whose name ends in
-    ``bias``, and ones for all others, which are the weights of norms.
+    Values come from a parameter's own ``meta_info.init_fn`` if it has one. Else from ``init_fn`` for parameters with
+    two or more dimensions (linear, embedding and convolution weights); those whose name ends in ``bias`` are zeros, and
+    all others, which are the weights of norms, ones.
 
     Args:
         params: Planned sharded parameters by name.
-        init_fn: Fills the tensor it is given, as ``functools.partial(nn.init.normal_, std=0.02)`` does.
+        init_fn: Initializes a tensor in place, as ``functools.partial(nn.init.normal_, std=0.02)`` does.
         seed: The seed, the same on all ranks; see :func:`common_seed`.
         rank: This process's rank.
         device: Where the shards go.
@@ -47,16 +47,16 @@ def initialize_parameters(
             if not meta.need_initialize:
                 continue
             torch.manual_seed(_seed_of(meta.name, seed))
-            whole = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
-            _fill(whole, meta.name, meta.init_fn, init_fn)
-            part = slice_box(whole, *held(meta, rank))
+            full = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+            _fill(full, meta.name, meta.init_fn, init_fn)
+            part = slice_box(full, *storage_placement(meta, rank))
             shard = torch.empty(part.shape, dtype=meta.dtype, device=device).copy_(part)
-            del whole, part
+            del full, part
             _finish(param, meta, shard, rank, None)
 
 
 def common_seed(seed: int | None, group: dist.ProcessGroup | None) -> int:
-    """``seed``, or torch's current one, as the first rank of ``group`` has it. A collective."""
+    """``seed``, or torch's current seed, of rank 0 of ``group``. A collective."""
     return int(all_gather_object(group, torch.initial_seed() if seed is None else seed, "choosing a seed")[0])
 
 
@@ -81,30 +81,30 @@ def _fill(
         tensor.fill_(1)
 
 
-def left_out(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of these parameters that the model says checkpoints need not have (fixed sinusoids, for example)."""
+def optional_parameters(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that checkpoints of this model need not have (fixed sinusoids, for example)."""
     fields = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save")
     patterns = [pattern for field in fields for pattern in (getattr(model, field, None) or ())]
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
-def new_head(model: nn.Module, absent: list[str], stored: set[str]) -> list[str]:
-    """Those of the absent parameters that lie outside the base model, if the checkpoint has all of that and no more.
+def new_head_parameters(model: nn.Module, missing: list[str], stored: set[str]) -> list[str]:
+    """The missing parameters outside the base model, if the checkpoint has exactly the parameters of the base model.
 
-    That is how a pretrained model gets a new head. If anything of the base model is absent, or a part of the head is
-    there, the checkpoint is not complete.
+    That is how a pretrained model gets a new head. If a parameter of the base model is missing, or a part of the head
+    is stored, the checkpoint is incomplete, and the result empty.
     """
     prefix = f"{getattr(model, 'base_model_prefix', '') or ' '}."
-    optional = set(left_out(model, absent))
-    outside = [name for name in absent if not name.startswith(prefix) and name not in optional]
-    inside = [name for name in absent if name.startswith(prefix) and name not in optional]
+    optional = set(optional_parameters(model, missing))
+    outside = [name for name in missing if not name.startswith(prefix) and name not in optional]
+    inside = [name for name in missing if name.startswith(prefix) and name not in optional]
     if inside or not outside or not stored or any(not name.startswith(prefix) for name in stored):
         return []
     return outside
 
 
-def as_the_model_does(model: Any, name: str) -> Callable[[torch.Tensor], Any]:
-    """A function that fills a tensor with what the model's own initialization gives the parameter of this name."""
+def model_init_fn(model: Any, name: str) -> Callable[[torch.Tensor], Any]:
+    """A function that initializes a tensor as the model's own ``_init_weights`` initializes the parameter ``name``."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
 

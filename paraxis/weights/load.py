@@ -1,4 +1,4 @@
-"""Reading weights: each rank reads its own slices, and nothing else."""
+"""Loading weights: each rank reads the slices of its own shards only."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .meta_init import parameter_meta
 from .partial_recipes import Index
 from .weight_map import DTYPES, OpenFiles, match_parameters, open_file
 
-# A box of more pieces than this is read with what lies between them: one large read beats many small ones.
+# A shard of more pieces than this is read together with the gaps: one large read beats many small ones.
 _MAX_PIECES = 128
-_MOST_THREADS = 4
-_MAPPED = 1 << 20  # bytes of the smallest shard that is left in the file
+_MAX_THREADS = 4
+_MIN_MAPPED_BYTES = 1 << 20  # smaller shards are copied instead of mapped from the file
 
 
 def load_shard(
@@ -41,12 +41,11 @@ def load_shard(
 ) -> torch.Tensor:
     """The shard that ``rank`` holds of tensor ``key`` in an open safetensors file.
 
-    On the CPU, a shard that lies in the file in one piece, and as it is to be, stays mapped: ranks of one machine then
-    share it with the system's cache of the file, and it is copied, page by page, where it is written to. Every other
-    shard gets memory of its own.
+    On the CPU, a shard that is contiguous in the file, in the right dtype, stays memory-mapped: ranks of one machine
+    then share it through the page cache, and a write copies single pages. Every other shard gets its own memory.
 
     Args:
-        handle: The file, as given by ``safetensors.safe_open``.
+        handle: The file, from ``safetensors.safe_open``.
         key: The tensor's name in the file.
         placement: Where its elements live.
         shape: Its global shape.
@@ -64,12 +63,12 @@ def load_shard(
 
 
 def _mapped(handle: Any, key: str, index: Index, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
-    """The part of a tensor that ``index`` says, where it is in the file, if it is one large piece there."""
+    """The part ``index`` of a tensor, mapped from the file, if it is one large contiguous piece there."""
     if not index or any(ranges != ((0, size),) for ranges, size in zip(index[1:], shape[1:])) or len(index[0]) != 1:
         return None
     (start, stop) = index[0][0]
     stored = handle.get_slice(key)
-    if (stop - start) * prod(shape[1:]) * dtype.itemsize < _MAPPED or DTYPES.get(stored.get_dtype()) != dtype:
+    if (stop - start) * prod(shape[1:]) * dtype.itemsize < _MIN_MAPPED_BYTES or DTYPES.get(stored.get_dtype()) != dtype:
         return None
     found: torch.Tensor = stored[start:stop]
     return found if found.is_contiguous() and found.data_ptr() % dtype.itemsize == 0 else None
@@ -85,7 +84,7 @@ def fill_part(out: torch.Tensor, handle: Any, key: str, index: Index) -> None:
     stored: Any = handle.get_slice(key)
     origin = (0,) * len(index)
     if prod(len(ranges) for ranges in index) > _MAX_PIECES:
-        # The box around all pieces is read; the pieces are then taken from it in memory.
+        # The bounding box of all pieces is read; the pieces are then copied from it in memory.
         origin = tuple(ranges[0][0] for ranges in index)
         stored = stored[tuple(slice(ranges[0][0], ranges[-1][1]) for ranges in index)]
     for piece in itertools.product(*(_pieces(ranges) for ranges in index)):
@@ -95,7 +94,7 @@ def fill_part(out: torch.Tensor, handle: Any, key: str, index: Index) -> None:
 
 
 def _pieces(ranges: Ranges) -> list[tuple[int, int, int]]:
-    """Each range as (start, stop) in the whole dimension and its start in the shard."""
+    """Each range as (start, stop) in the full dimension and its start in the shard."""
     pieces, offset = [], 0
     for start, stop in ranges:
         pieces.append((start, stop, offset))
@@ -111,11 +110,11 @@ def load_parameters(
     device: torch.device,
     progress: bool = False,
 ) -> None:
-    """Give every parameter in ``keys`` its shard from the checkpoint, file by file.
+    """Load the shard of every parameter in ``keys`` from the checkpoint, file by file.
 
     Args:
         params: Planned sharded parameters by name.
-        keys: Parameter name to the key of its tensor; those not in it are left as they are.
+        keys: Parameter name to the key of its tensor; other parameters do not change.
         weight_map: Key to the file it is in.
         rank: This process's rank.
         device: Where the shards go.
@@ -126,7 +125,7 @@ def load_parameters(
 
     def load(name: str) -> int:
         param, meta = params[name], _meta_of(params[name])
-        placement, mine = held(meta, rank)
+        placement, mine = storage_placement(meta, rank)
         handle = files[weight_map[keys[name]]]
         shard = load_shard(handle, keys[name], placement, meta.shape, mine, meta.dtype, device)
         _finish(param, meta, shard, rank, keys[name])
@@ -139,12 +138,12 @@ def load_parameters(
 
 @contextmanager
 def _workers() -> Iterator[Callable[..., Iterable[int]]]:
-    """A ``map`` over as many threads as this rank has cores, and no more than a few: while one waits for a file, or for
-    a copy to a device, another reads. Values are read from mapped files straight to where they belong, so that threads
-    take no memory."""
+    """A ``map`` over a thread per core of this rank, up to ``_MAX_THREADS``: while one waits for a file, or for a copy
+    to a device, another reads. Values are copied from mapped files directly into the shards, so that threads take no
+    memory."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    count = min(_MOST_THREADS, cores // ranks)
+    count = min(_MAX_THREADS, cores // ranks)
     if count <= 1:
         yield map
         return
@@ -160,7 +159,7 @@ def load_converted(
     device: torch.device,
     progress: bool = False,
 ) -> None:
-    """Give every parameter that is stored in another form its shard, reading only what the shard is made of."""
+    """Load the shards of parameters that are stored in another form, reading only the tensors that they need."""
     needed = [(conversion, name) for conversion in conversions for name in conversion.targets if name in params]
     with OpenFiles() as files:
 
@@ -169,19 +168,19 @@ def load_converted(
 
         for conversion, name in tqdm(needed, desc="Converting weights", disable=None if progress and needed else True):
             meta = _meta_of(params[name])
-            placement, mine = held(meta, rank)
+            placement, mine = storage_placement(meta, rank)
             shard = torch.empty(local_shape(placement, meta.shape, mine), dtype=meta.dtype, device=device)
             conversion.fill(shard, name, tuple(local_index(placement, meta.shape, mine)), fill)
             _finish(params[name], meta, shard, rank, conversion.keys[0])
 
 
 def slice_parameters(params: Mapping[str, nn.Parameter], rank: int, device: torch.device) -> None:
-    """Give every parameter that came with values its shard of them, and let go of the whole."""
+    """Slice the shard of every parameter that came with values, and free the full tensor."""
     for param in params.values():
         meta = _meta_of(param)
         if meta.source is None:
             continue
-        part = slice_box(meta.source, *held(meta, rank))
+        part = slice_box(meta.source, *storage_placement(meta, rank))
         shard = torch.empty(part.shape, dtype=meta.dtype, device=device).copy_(part)
         del part
         meta.source = None
@@ -191,9 +190,9 @@ def slice_parameters(params: Mapping[str, nn.Parameter], rank: int, device: torc
 def load_buffers(
     model: nn.Module, weight_map: Mapping[str, str], base_model_prefix: str = "", use_renamings: bool = True
 ) -> list[str]:
-    """Load the persistent buffers that the checkpoint has, whole and in place; returns their names.
+    """Load the persistent buffers that the checkpoint has, in place; returns their names.
 
-    Buffers are replicated. Those that the checkpoint lacks keep what the constructor gave them.
+    Buffers are replicated. Those that the checkpoint lacks have the values of the constructor.
     """
     buffers = {
         f"{path}.{name}" if path else name: buffer
@@ -221,26 +220,30 @@ def _meta_of(param: nn.Parameter) -> ParameterMeta:
     if meta is None or not isinstance(param, ShardedTensor):
         raise TypeError(f"expected a parameter made by `attach_parameter_meta`, got {type(param).__name__}")
     if meta.placement is None:
-        raise RuntimeError(f"parameter {meta.name!r} has no placement yet, so no rank knows its part of it")
+        raise RuntimeError(f"parameter {meta.name!r} has no placement yet, so its shards are unknown")
     return meta
 
 
 def _shard_bytes(param: nn.Parameter, rank: int) -> int:
     meta = _meta_of(param)
-    placement, mine = held(meta, rank)
+    placement, mine = storage_placement(meta, rank)
     return prod(local_shape(placement, meta.shape, mine)) * meta.dtype.itemsize
 
 
-def held(meta: ParameterMeta, rank: int) -> tuple[Placement, int]:
-    """Where the elements of a parameter are kept, and which of the ranks there this is; ``rank`` is the one of tp."""
+def storage_placement(meta: ParameterMeta, rank: int) -> tuple[Placement, int]:
+    """The placement of a parameter over all ranks that store different elements, and this rank among them.
+
+    These are the tensor-parallel ranks, of which this is ``rank``, or all ranks of the mesh with FSDP.
+    """
     assert meta.placement is not None
     return (meta.placement, rank) if meta.dp_shard is None else (meta.dp_shard.mesh_placement, meta.dp_shard.rank)
 
 
 def _finish(param: Any, meta: ParameterMeta, shard: torch.Tensor, rank: int, source: str | None) -> None:
+    """Set the shard of a parameter, and update its metadata."""
     materialize(param, shard)
     meta.need_initialize = False
-    placement, mine = held(meta, rank)
+    placement, mine = storage_placement(meta, rank)
     meta.dim = placement.layouts[0][0] if isinstance(placement, Shard) and placement.layouts else 0
     meta.mapping = slice_mapping(placement, meta.shape, mine, meta.dim, source)
 
@@ -248,7 +251,7 @@ def _finish(param: Any, meta: ParameterMeta, shard: torch.Tensor, rank: int, sou
 def slice_mapping(
     placement: Placement, shape: tuple[int, ...], rank: int, dim: int, source: str | None
 ) -> dict[HashableSlice, ParameterSlice]:
-    """From the slices of the shard of ``rank`` along ``dim`` to those of the whole tensor ``source``."""
+    """From slices of the shard of ``rank`` along ``dim`` to slices of the full tensor ``source``."""
     if not shape:
         return {HashableSlice(): ParameterSlice(source, None)}
     pieces = _pieces(local_index(placement, shape, rank)[dim])

@@ -1,4 +1,4 @@
-"""Matching a model with its checkpoint, from the headers alone, before anything is planned or loaded."""
+"""Mapping a checkpoint to a model, from the headers alone, before anything is planned or loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..context import ParallelExecutionCtx
 from ..distributed.consensus import all_gather_object, on_all_ranks
 from ..errors import CheckpointError
 from ..tensor.parameter_meta import HashableSlice, ParameterMeta, ParameterSlice
-from .init import as_the_model_does, left_out, new_head
+from .init import model_init_fn, new_head_parameters, optional_parameters
 from .load import load_buffers
 from .matching import match
 from .materialize import checksums
@@ -20,35 +20,35 @@ from .same_files import check_same_files
 from .weight_map import check_checkpoint, collect_weight_map
 
 
-def map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, remember: bool) -> None:
-    """Note for every parameter which tensors of the checkpoint it is loaded from, and load the buffers. A collective.
+def map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, use_cache: bool) -> None:
+    """Set for every parameter which tensors of the checkpoint it is loaded from, and load the buffers. A collective.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the model or the ranks see different files.
     """
     with on_all_ranks(ctx.world_group, "checking the checkpoint"):
-        untrained = _match(model, folder, ctx, remember)
+        untrained = _match(model, folder, ctx, use_cache)
     check_same_files(folder, ctx.weight_map.values(), ctx.world_group)
     if untrained and ctx.is_first:
-        warnings.warn(_not_trained(untrained, folder), stacklevel=3)
+        warnings.warn(_untrained_warning(untrained, folder), stacklevel=3)
 
 
-def _match(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, remember: bool) -> list[str]:
+def _match(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, use_cache: bool) -> list[str]:
     """Match parameters with tensors of the checkpoint and check them all.
 
-    Returns the parameters that a checkpoint of the base model alone does not have: they are initialized.
+    Returns the parameters of a new head, which a checkpoint of the base model does not have: they are initialized.
     """
     ctx.weight_map = collect_weight_map(folder)
     prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
     keys, ctx.state.conversions = match(
-        model, ctx.param_cache, tied, ctx.weight_map, remember=remember, keep=ctx.is_first
+        model, ctx.param_cache, tied, ctx.weight_map, read_cache=use_cache, write_cache=ctx.is_first
     )
     stored = {*keys, *(name for conversion in ctx.state.conversions for name in conversion.targets)}
-    absent = [name for name in ctx.param_cache if name not in stored]
-    untrained = new_head(model, absent, stored)
-    unsaved = [*left_out(model, absent), *untrained]
+    missing = [name for name in ctx.param_cache if name not in stored]
+    untrained = new_head_parameters(model, missing, stored)
+    unsaved = [*optional_parameters(model, missing), *untrained]
     for name in unsaved:
-        _meta(ctx.param_cache[name]).init_fn = as_the_model_does(model, name)
+        _meta(ctx.param_cache[name]).init_fn = model_init_fn(model, name)
     expected = {name: p for name, p in ctx.param_cache.items() if name not in unsaved}
     check_checkpoint(expected, keys, ctx.weight_map, tied, ctx.state.conversions)
     for name, key in keys.items():
@@ -57,26 +57,27 @@ def _match(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, remember: 
     return untrained
 
 
-def _not_trained(names: list[str], folder: Path) -> str:
+def _untrained_warning(names: list[str], folder: Path) -> str:
     some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     verb = "is" if len(names) == 1 else "are"
     return (
-        f"{str(folder)!r} holds the base model alone: {some} {verb} not in it and will be "
-        "initialized at random. Train the model before you use what it gives."
+        f"{str(folder)!r} holds the base model only: {some} {verb} not in it and will be "
+        "initialized at random. Train the model before you use it."
     )
 
 
 def check_same_values(ctx: ParallelExecutionCtx) -> None:
-    """Raise, on all ranks, if a module that comes with values comes with different ones. A collective."""
+    """Raise, on all ranks, if they passed a module with different values. A collective."""
     answers = all_gather_object(ctx.world_group, checksums(ctx.param_cache), "comparing the weights of the module")
     for rank, theirs in enumerate(answers):
         differing = [n for n in {**theirs, **answers[0]} if theirs.get(n) != answers[0].get(n)]
         if differing:
             raise CheckpointError(
                 f"the ranks hold different values: {len(differing)} parameters of rank {rank} differ from rank 0's "
-                f"(first {differing[0]}). Seed all ranks alike before building the module, or load the same weights."
+                f"(first {differing[0]}). Set the same seed on all ranks before building the module, or load the same "
+                "weights."
             )
 
 
 def _meta(parameter: nn.Parameter) -> ParameterMeta:
-    return parameter._spec  # type: ignore[attr-defined,no-any-return]
+    return parameter.spec  # type: ignore[attr-defined,no-any-return]

@@ -1,8 +1,8 @@
-"""Which tensor of a checkpoint is which parameter, remembered from one run to the next.
+"""Which tensor of a checkpoint is which parameter, cached from one run to the next.
 
-Most checkpoints have the names of the model as it is. To know that, transformers' tables of renamings and conversions
-have to be made, of all models, which takes as long as reading a gigabyte. So the answer is kept (see
-:mod:`paraxis.utils.disk_cache`), where it is a plain one: each parameter is one tensor, as stored.
+Most checkpoints have the names of the model. Checking that needs transformers' tables of renamings and conversions of
+all models, which take as long to build as reading a gigabyte. So the result is cached on disk (see
+:mod:`paraxis.utils.disk_cache`) where it is simple: each parameter is one stored tensor, without conversions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from ..utils import disk_cache as cache
+from ..utils import disk_cache
 from .convert import Conversion, find_conversions
 from .weight_map import header_of, match_parameters
 
@@ -26,35 +26,35 @@ def match(
     tied: Mapping[str, Sequence[str]],
     weight_map: Mapping[str, str],
     *,
-    remember: bool = True,
-    keep: bool = True,
+    read_cache: bool = True,
+    write_cache: bool = True,
 ) -> tuple[dict[str, str], list[Conversion]]:
-    """For each parameter the key of its tensor, and the conversions for those that are not stored as they are.
+    """For each parameter the key of its tensor, and the conversions for those that are stored in another form.
 
     Args:
-        model: What the parameters are of.
-        params: By their first names.
-        tied: All names of those that have several.
+        model: The model of the parameters.
+        params: Parameters by their first names.
+        tied: All names of parameters that have several.
         weight_map: The keys of the checkpoint, with their files.
-        remember: Whether an answer of an earlier run will do.
-        keep: Whether this one is kept for later.
+        read_cache: Whether to use the result of an earlier run.
+        write_cache: Whether to cache this result.
     """
     prefix = getattr(model, "base_model_prefix", "")
     key = None
-    if remember and not _tables_are_made():  # else asking them is quick, and somebody may have changed them
+    if read_cache and not _tables_are_built():  # built tables are fast, and the user may have changed them
         names = {name: list(tied.get(name, [name])) for name in params}
-        key = cache.key_of(model, parameters=names, keys=list(weight_map))
-    known = cache.read(NAMES, key)
+        key = disk_cache.key_of(model, parameters=names, keys=list(weight_map))
+    known = disk_cache.read(NAMES, key)
     if isinstance(known, dict) and known.keys() <= params.keys() and weight_map.keys() >= {*known.values()}:
         return known, []
     keys = match_parameters(params, tied, weight_map, prefix, model)
     conversions = find_conversions(params, tied, header_of(weight_map), weight_map, prefix, model)
-    if keep and not conversions:
-        cache.write(NAMES, key, keys)
+    if write_cache and not conversions:
+        disk_cache.write(NAMES, key, keys)
     return keys, conversions
 
 
-def _tables_are_made() -> bool:
-    """Whether transformers has made its tables in this process; so too if there is no telling."""
-    made = getattr(sys.modules.get("transformers.conversion_mapping"), "_checkpoint_conversion_mapping_cache", False)
-    return made is not None
+def _tables_are_built() -> bool:
+    """Whether transformers has built its tables in this process; also True if that is unknown."""
+    built = getattr(sys.modules.get("transformers.conversion_mapping"), "_checkpoint_conversion_mapping_cache", False)
+    return built is not None

@@ -1,4 +1,4 @@
-"""Giving planned parameters their shards, from wherever their values come."""
+"""Materializing planned parameters: loading, slicing or initializing their shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .load import load_converted, load_parameters, slice_parameters
 
 
 def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
-    """Load, slice or initialize every parameter that has a place and no storage yet. A collective."""
+    """Load, slice or initialize every parameter that has a placement and no storage yet. A collective."""
     pending = {
         name: p
         for name, p in ctx.param_cache.items()
@@ -47,8 +47,8 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
 
 
 def _warn_of_non_finite(parameters: Mapping[str, nn.Parameter], ctx: ParallelExecutionCtx) -> None:
-    """On the first rank, of what any rank has found. A collective."""
-    found = [n for n, p in parameters.items() if not bool(torch.isfinite(p._local).all())]  # type: ignore[attr-defined]
+    """Warn on rank 0 of NaN and infinity in the shards of any rank. A collective."""
+    found = [n for n, p in parameters.items() if not bool(torch.isfinite(p.local).all())]  # type: ignore[attr-defined]
     names = sorted({name for names in all_gather_object(ctx.world_group, found, "looking for NaN") for name in names})
     if names and ctx.is_first:
         some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -56,13 +56,13 @@ def _warn_of_non_finite(parameters: Mapping[str, nn.Parameter], ctx: ParallelExe
 
 
 def _meta(parameter: nn.Parameter) -> ParameterMeta:
-    meta = parameter._spec  # type: ignore[attr-defined]
+    meta = parameter.spec  # type: ignore[attr-defined]
     assert isinstance(meta, ParameterMeta)
     return meta
 
 
 def _key(parameter: nn.Parameter, ctx: ParallelExecutionCtx) -> str | None:
-    """The tensor of the checkpoint that this parameter is read from."""
+    """The key of the checkpoint's tensor that this parameter is loaded from."""
     meta = _meta(parameter)
     for piece in meta.mapping.values():
         if piece.source is not None:
@@ -71,7 +71,7 @@ def _key(parameter: nn.Parameter, ctx: ParallelExecutionCtx) -> str | None:
 
 
 def checksums(parameters: dict[str, nn.Parameter]) -> dict[str, str]:
-    """A fingerprint of each parameter that came with values, to see whether all ranks have the same ones."""
+    """A checksum of each parameter that came with values, to compare between ranks."""
     sums = {}
     for name, parameter in parameters.items():
         source = _meta(parameter).source

@@ -1,9 +1,8 @@
-"""Models without memory: building them on ``meta``, and giving their parameters metadata in place of storage.
+"""Models on the meta device: building them, and replacing their parameters by empty sharded ones with metadata.
 
-A model is first built under :class:`MetaAwareMethodsPatcher`: its parameters are on ``meta``, its buffers are
-real. :func:`attach_parameter_meta` then makes every parameter an *empty* sharded tensor: global shape, no
-elements, and a :class:`~paraxis.core.ParameterMeta` that the plan fills in. Loading or initializing gives it
-its shard.
+A model is first built under :class:`MetaAwareMethodsPatcher`: its parameters are on ``meta``, its buffers are real.
+:func:`attach_parameter_meta` then makes every parameter an *empty* sharded tensor: global shape, no elements, and a
+:class:`~paraxis.tensor.parameter_meta.ParameterMeta` that the plan fills in. Loading or initializing sets its shard.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 
 _Register = Callable[[nn.Module, str, "nn.Parameter | None"], None]
 
-# No buffer is this large; a parameter may be, and more than the machine has: such a tensor is never
-# allocated.
+# No buffer is this large; a parameter may be, and may exceed the machine's memory: such a tensor is never allocated.
 _LARGE = 1 << 30
 
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.rand, torch.randn}
@@ -46,7 +44,7 @@ _FILLS = {
 
 
 class _NoParameterMemory(TorchFunctionMode):
-    """Skips the work of filling tensors on ``meta``, and makes very large tensors there at once."""
+    """Skips filling meta tensors, and creates very large tensors on ``meta`` right away."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,7 +62,7 @@ def _size_in_bytes(args: Any, kwargs: Any) -> int:
         size = size[0]
     dtype = kwargs.get("dtype") or torch.get_default_dtype()
     if not isinstance(dtype, torch.dtype) or not all(isinstance(n, int) for n in size):
-        return 0  # a symbolic size, or a mistake that the call itself will report
+        return 0  # a symbolic size, or an error that the call itself will report
     return prod(size) * dtype.itemsize
 
 
@@ -72,8 +70,7 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
     """The parameter on ``meta`` that stands for ``param``: the same one each time, so that ties survive."""
     known = param.__dict__.get("_on_meta")
     if known is None:
-        # `_make_subclass` keeps the class of the parameter without calling a constructor it knows nothing
-        # about.
+        # `_make_subclass` preserves the class of the parameter without calling its constructor.
         data = torch.empty_like(param.data, device="meta")
         known = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
         known.__dict__.update(param.__dict__)
@@ -82,17 +79,16 @@ def _on_meta(param: nn.Parameter) -> nn.Parameter:
 
 
 class MetaAwareMethodsPatcher:
-    """A context under which modules are built with their parameters on ``meta`` and their buffers for real.
+    """A context under which modules are built with parameters on ``meta`` and real buffers.
 
-    A parameter is moved to ``meta`` when a module registers it, so at most one at a time has memory, and that
-    of ``torch.empty`` is never touched. Everything else that a constructor computes stays real: a rotary
-    embedding's frequencies, a mask, a list of sizes read with ``.item()``. That is the difference to
-    ``torch.device("meta")``.
+    A parameter is moved to ``meta`` when a module registers it, so at most one at a time has memory, and that of
+    ``torch.empty`` is never touched. Everything else that a constructor computes stays real: the frequencies of a
+    rotary embedding, a mask, a list of sizes read with ``.item()``. That differs from ``torch.device("meta")``.
 
-    Weights are not initialized (they have nowhere to go); modules with buffers are, as far as the buffers go.
+    Weights are not initialized (they have no memory); of modules with buffers, only the buffers are.
 
-    The context may be entered again inside itself, and from several threads: only modules built in a thread
-    that is inside it are changed, and the last one to leave undoes the patches, exceptions or not.
+    The context may be nested and entered from several threads: only modules built in a thread that is inside it are
+    changed, and the last one to exit undoes the patches, with or without exceptions.
     """
 
     _lock = threading.RLock()
@@ -132,8 +128,7 @@ class MetaAwareMethodsPatcher:
     @classmethod
     def _patch_all(cls) -> None:
         cls._patch(nn.Module, "register_parameter", cls._registering(nn.Module.register_parameter))
-        # Deterministic mode fills what `torch.empty` returns, which would touch the memory of every
-        # parameter.
+        # Deterministic mode fills the results of `torch.empty`, which would touch the memory of every parameter.
         cls._patch(torch.utils.deterministic, "fill_uninitialized_memory", False)
         if "transformers" in sys.modules:
             from transformers import PreTrainedModel
@@ -183,7 +178,7 @@ def tied_names(model: nn.Module) -> dict[str, list[str]]:
 
 
 def parameter_meta(param: nn.Parameter) -> ParameterMeta | None:
-    """What is known of ``param``; ``None`` for a parameter that Paraxis has not seen."""
+    """The metadata of ``param``; ``None`` for a parameter that Paraxis does not manage."""
     return getattr(param, "meta_info", None)
 
 
@@ -205,9 +200,8 @@ def attach_parameter_meta(
 ) -> dict[str, nn.Parameter]:
     """Turn every parameter into an empty sharded one on ``device``, and move the buffers there.
 
-    A parameter that has real values keeps them as ``meta_info.source``, to be sliced once the plan is known.
-    A parameter with several names stays one object. Calling it again changes only what is new: the device or
-    the group.
+    The values of a parameter with memory become ``meta_info.source``, to be sliced once the plan is known. A parameter
+    with several names stays one object. Another call changes only the device or the group.
 
     Returns:
         The parameters by their first names.
@@ -224,25 +218,25 @@ def attach_parameter_meta(
         if not isinstance(param, ShardedTensor):
             meta.source = None if param.is_meta else param.detach()
         if not isinstance(param, ShardedTensor) or not _same_device(param.device, device):
-            local = param._local if isinstance(param, ShardedTensor) else torch.empty(0, dtype=meta.dtype)
+            local = param.local if isinstance(param, ShardedTensor) else torch.empty(0, dtype=meta.dtype)
             param = _empty_parameter(local.to(device), meta, param.requires_grad)
             for name in names:
                 owner, _, leaf = name.rpartition(".")
-                # Not through `_parameters`: modules such as RNNs keep a list of their own up to date here.
+                # Not through `_parameters`: modules such as RNNs update a list of their own in `__setattr__`.
                 setattr(model.get_submodule(owner), leaf, param)
         params[names[0]] = param
     return params
 
 
 def move_model_to_device(model: nn.Module, device: torch.device) -> None:
-    """Move the buffers to ``device`` and leave parameters there that are empty until they are loaded."""
+    """Move the buffers to ``device``, and replace the parameters by empty ones there until they are loaded."""
     attach_parameter_meta(model, device)
 
 
 def _empty_parameter(local: torch.Tensor, meta: ParameterMeta, requires_grad: bool) -> Any:
     """A parameter around a sharded tensor. ``nn.Parameter(...)`` would detach it and lose the metadata."""
     param: Any = ShardedTensor(local, meta, meta.shape, requires_grad=requires_grad)
-    param._is_param = True  # what makes it an instance of nn.Parameter
+    param._is_param = True  # makes it an instance of nn.Parameter
     param.meta_info = meta
     return param
 
@@ -260,7 +254,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             if buffer.is_meta:
                 raise ValueError(
                     f"buffer `{path + '.' if path else ''}{name}` is on meta: its values were never "
-                    "computed. Build the model under `MetaAwareMethodsPatcher`, which keeps buffers real; "
+                    "computed. Build the model under `MetaAwareMethodsPatcher`, which computes buffers; "
                     "a buffer that is computed from a parameter needs a model built with real weights."
                 )
             if id(buffer) not in moved:

@@ -1,4 +1,4 @@
-"""The names that a checkpoint's tensors have in the model, by transformers' own tables."""
+"""The names that a checkpoint's tensors have in the model, by transformers' own tables of renamings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 class CheckpointNames:
     """From keys of a checkpoint to names of parameters.
 
-    Keys may have the model's head as prefix or lack it, may be older names that transformers renames, and may be parts
-    or other forms of a parameter that transformers converts (see :mod:`.convert`).
+    Keys may have the prefix of the base model or lack it, may be older names that transformers renames, and may be
+    parts or other forms of a parameter that transformers converts (see :mod:`.convert`).
     """
 
     def __init__(self, names: Iterable[str], prefix: str, model: nn.Module | None) -> None:
@@ -22,7 +22,7 @@ class CheckpointNames:
         self.renamings, self.converters = transforms(model)
 
     def locate(self, key: str) -> str | None:
-        """The name of ``key``, which may have been saved with the model's head or without it."""
+        """The name of ``key``, which may have been saved with the prefix of the base model or without it."""
         if key in self.known:
             return key
         if self.prefix and self.prefix + key in self.known:
@@ -31,7 +31,7 @@ class CheckpointNames:
         return bare if bare in self.known else None
 
     def renamed(self, key: str) -> str:
-        """The key as transformers would call it today."""
+        """The key under its current name in transformers."""
         for renaming in self.renamings:
             key = renaming.rename_source_key(key)[0]
         return key
@@ -39,8 +39,8 @@ class CheckpointNames:
     def of(self, key: str) -> str | None:
         """The name of the parameter that the tensor ``key`` is, or ``None``."""
         if self.converted(key) is not None:
-            return None  # its values are not the parameter's, even where its name and its shape are
-        # A new name that the model does not have was not meant for this checkpoint.
+            return None  # its values are not the parameter's, even if name and shape are
+        # A renaming to a name that the model does not have does not apply to this checkpoint.
         return self.locate(self.renamed(key)) or self.locate(key)
 
     def converted(self, key: str) -> tuple[str, Any, str] | None:
@@ -55,7 +55,7 @@ class CheckpointNames:
 
 
 def transforms(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
-    """What transformers does to the names and tensors of checkpoints of this model: (renamings, conversions)."""
+    """What transformers applies to checkpoints of this model: (renamings, conversions)."""
     if model is None or not hasattr(model, "base_model_prefix"):
         return [], []
     if model in _known:
@@ -70,4 +70,4 @@ def transforms(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
 
 
 _known: WeakKeyDictionary[nn.Module, tuple[list[Any], list[Any]]] = WeakKeyDictionary()
-"""They take transformers a quarter of a second to make, and are asked for several times."""
+"""A cache: they take transformers a quarter of a second to build, and are needed several times."""

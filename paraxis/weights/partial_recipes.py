@@ -1,10 +1,10 @@
-"""Parts of what a recipe makes of tensors, without the rest.
+"""Computing a part of a conversion recipe's result from parts of its inputs.
 
-A checkpoint may store a parameter in another form, and transformers has a recipe that makes the parameter of it: stack
-these, join those, transpose. Run as it is, a recipe needs all of the stored tensors. Here it is traced once on
-tensors without data; a part of a result is then asked for backwards through the trace, and what arrives at the stored
-tensors is the part of each that is needed. Operations that only move elements have a rule below; before any other one
-its operands are made whole, so that a recipe may do anything.
+A checkpoint may store a parameter in another form, and transformers has a recipe that converts it: stack, concatenate,
+transpose. A plain run of a recipe reads all of the stored tensors in full. Here it is traced once on meta tensors; an
+index into a result is then propagated backwards through the trace, which gives the part of each stored tensor that is
+needed. Operators that only move elements have a rule below; the operands of any other one are computed in full, so that
+a recipe may do anything.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ Fill = Callable[[torch.Tensor, str, Index], None]
 _aten = torch.ops.aten
 _SAME = {_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
-_MOST_POSITIONS = 1 << 22  # a view that mixes dimensions of more elements than this is made whole
+_MAX_VIEW_ELEMENTS = 1 << 22  # a view that mixes dimensions with more elements than this is computed in full
 
 
 class TracedRecipe:
-    """A recipe whose results can be had in parts.
+    """A recipe that can compute parts of its results.
 
     Args:
-        recipe: From a function that gives tensors by name to the results by name.
+        recipe: From a function that returns tensors by name to the results by name.
         stored: The stored tensors by name, on ``meta``.
     """
 
@@ -48,10 +48,10 @@ class TracedRecipe:
         results: list[str] = []
 
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            given = dict(zip(names, tensors))
-            made = recipe(given.__getitem__)
-            results[:] = made
-            return list(made.values())
+            by_name = dict(zip(names, tensors))
+            converted = recipe(by_name.__getitem__)
+            results[:] = converted
+            return list(converted.values())
 
         graph = make_fx(run)(*stored.values()).graph
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -65,16 +65,18 @@ class TracedRecipe:
         return {name: _shape(node) for name, node in self._outputs.items()}
 
     def fill(self, out: torch.Tensor, name: str, index: Index, fill: Fill) -> None:
-        """Write the part ``index`` of the result ``name`` into ``out``; ``fill`` gives parts of stored tensors."""
-        _Filling(self._keys, fill).into(out, self._outputs[name], index)
+        """Write the part ``index`` of the result ``name`` into ``out``; ``fill`` reads parts of stored tensors."""
+        _Evaluation(self._keys, fill).into(out, self._outputs[name], index)
 
 
-def whole(shape: tuple[int, ...]) -> Index:
-    """The index of everything."""
+def full_index(shape: tuple[int, ...]) -> Index:
+    """The index of the full tensor."""
     return tuple(((0, size),) for size in shape)
 
 
-class _Filling:
+class _Evaluation:
+    """Evaluates parts of a traced graph's nodes, on demand and backwards from the result."""
+
     def __init__(self, keys: Mapping[fx.Node, str], fill: Fill) -> None:
         self.keys, self.fill = keys, fill
 
@@ -87,7 +89,7 @@ class _Filling:
         elif node.target in _SAME:
             self.into(out, _operand(node), index)
         elif node.target is _aten.cat.default:
-            self._join(out, node, index)
+            self._cat(out, node, index)
         elif node.target is _aten.stack.default:
             self._stack(out, node, index)
         elif node.target in (_aten.permute.default, _aten.transpose.int, _aten.t.default):
@@ -105,17 +107,17 @@ class _Filling:
             out.copy_(_take(self.value(node), index))
 
     def value(self, node: fx.Node) -> Any:
-        """A node's value, whole."""
+        """A node's full value."""
         if node in self.keys:
-            shown = node.meta["val"]
-            out = torch.empty(shown.shape, dtype=shown.dtype)
-            self.fill(out, self.keys[node], whole(tuple(shown.shape)))
+            described = node.meta["val"]
+            out = torch.empty(described.shape, dtype=described.dtype)
+            self.fill(out, self.keys[node], full_index(tuple(described.shape)))
             return out
         assert callable(node.target), f"{node.op} in a recipe for weights"
         args, kwargs = cast(Any, fx.map_arg(cast(Any, (node.args, node.kwargs)), self.value))
         return node.target(*args, **kwargs)
 
-    def _join(self, out: torch.Tensor, node: fx.Node, index: Index) -> None:
+    def _cat(self, out: torch.Tensor, node: fx.Node, index: Index) -> None:
         tensors: Any = node.args[0]
         dim = _dim(node, 1, len(index))
         start = at = 0
@@ -129,12 +131,12 @@ class _Filling:
     def _stack(self, out: torch.Tensor, node: fx.Node, index: Index) -> None:
         tensors: Any = node.args[0]
         dim = _dim(node, 1, len(index))
-        wanted = [i for a, b in index[dim] for i in range(a, b)]
-        for at, i in enumerate(wanted):
+        selected = [i for a, b in index[dim] for i in range(a, b)]
+        for at, i in enumerate(selected):
             self.into(out.select(dim, at), tensors[i], index[:dim] + index[dim + 1 :])
 
     def _view(self, out: torch.Tensor, node: fx.Node, index: Index) -> bool:
-        """Through a view, if the part is a box of its operand too; only dimensions that change matter for that."""
+        """Propagate through a view, if the part is a box of its operand too; only dimensions that change matter."""
         before, after = _shape(_operand(node)), _shape(node)
         first = next((i for i, (a, b) in enumerate(zip(before, after)) if a != b), min(len(before), len(after)))
         rest = min(len(before), len(after)) - first
@@ -147,7 +149,7 @@ class _Filling:
         sizes = [_length(ranges) for ranges in inner]
         try:
             part = out.view(sizes)
-        except RuntimeError:  # what it is to be written into is not laid out so
+        except RuntimeError:  # the strides of ``out`` do not allow it
             part = torch.empty(sizes, dtype=out.dtype, device=out.device)
             self.into(part, _operand(node), inner)
             out.copy_(part.view(out.shape))
@@ -158,8 +160,8 @@ class _Filling:
 
 def _box(before: tuple[int, ...], after: tuple[int, ...], index: Index) -> Index | None:
     """The box of a tensor of shape ``before`` with the same elements as the box ``index`` of its view ``after``."""
-    if prod(_length(ranges) for ranges in index) > _MOST_POSITIONS:
-        return whole(before) if index == whole(after) else None
+    if prod(_length(ranges) for ranges in index) > _MAX_VIEW_ELEMENTS:
+        return full_index(before) if index == full_index(after) else None
     places = np.ix_(*(np.concatenate([np.arange(a, b) for a, b in ranges]) for ranges in index))
     flat = np.ravel_multi_index(np.broadcast_arrays(*places), after).reshape(-1) if after else np.zeros(1, np.int64)
     coordinates = np.unravel_index(flat, before) if before else ()
@@ -176,7 +178,7 @@ def _runs(places: np.ndarray[Any, Any]) -> Ranges:
 
 
 def _offset(node: fx.Node) -> tuple[fx.Node, int, int] | None:
-    """For a node that is a stretch of another one along a dimension: that node, the dimension, and where it starts."""
+    """For a node that is a slice of another one along a dimension: that node, the dimension, and where it starts."""
     args: Any = node.args
     if node.target is _aten.slice.Tensor:
         source, dim, start, _, step = list(args) + [None, 0, None, None, 1][len(args) :]
@@ -206,8 +208,8 @@ def _order(node: fx.Node) -> list[int]:
 
 def _dim(node: fx.Node, position: int, dims: int) -> int:
     """The argument ``dim`` of a node."""
-    given: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
-    return int(given % dims)
+    dim: Any = node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)
+    return int(dim % dims)
 
 
 def _operand(node: fx.Node) -> fx.Node:

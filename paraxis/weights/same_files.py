@@ -1,8 +1,7 @@
-"""Whether all ranks see the same checkpoint, without reading it whole.
+"""Checking that all ranks see the same checkpoint, without reading all of it.
 
-Ranks on several machines may have been given different revisions, or a download that is not the one of the others.
-Compared are the configuration, and of every file its size, its header and samples spread over its weights: another
-revision differs nearly everywhere.
+Ranks on several machines may use different revisions, or different downloads. Compared are the configuration, and of
+every file its size, its header and samples spread over its weights: another revision differs nearly everywhere.
 """
 
 from __future__ import annotations
@@ -17,17 +16,18 @@ import torch.distributed as dist
 from ..distributed.consensus import all_gather_object
 from ..errors import CheckpointError
 
-SAMPLES, PIECE = 64, 4096
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""How many samples of a file are compared, and how long each is."""
 
 
 def fingerprint(path: str | Path) -> str:
-    """The size of a file and what is at its beginning, its end and in between."""
+    """A digest of a file's size and of samples from its beginning to its end."""
     size = os.path.getsize(path)
     digest = hashlib.blake2b(str(size).encode(), digest_size=12)
     with open(path, "rb") as file:
         for k in range(SAMPLES + 1):
-            file.seek(max(size - PIECE, 0) * k // SAMPLES)
-            digest.update(file.read(PIECE))
+            file.seek(max(size - SAMPLE_BYTES, 0) * k // SAMPLES)
+            digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
@@ -42,6 +42,6 @@ def check_same_files(folder: Path, files: Iterable[str], group: dist.ProcessGrou
             verb = "is" if len(differing) == 1 else "are"
             raise CheckpointError(
                 f"the ranks see different checkpoints: {', '.join(differing[:4])} of rank {rank} "
-                f"{verb} not what rank 0 has. Give all of them the same directory, or the same revision "
-                "(a commit hash), and remove downloads that were cut off."
+                f"{verb} not what rank 0 has. Use the same directory on all of them, or the same revision "
+                "(a commit hash), and remove incomplete downloads."
             )

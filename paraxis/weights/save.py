@@ -1,9 +1,9 @@
-"""Saving an ordinary checkpoint from the shards of all ranks, file by file.
+"""Saving an ordinary transformers checkpoint from the shards of all ranks, file by file.
 
-The first rank writes. It never holds more than one file and one parameter: parameters are gathered one after the other,
-brought into the form in which the checkpoint stores them (transformers' own conversions, undone), and written as soon
-as a file is full. Files are written under names that nothing reads yet, and put in place when all are there, the one
-that makes them a checkpoint last: until then the directory holds what it held before.
+Rank 0 writes. It never holds more than one file and one parameter: parameters are gathered one after the other,
+converted to the form in which the checkpoint stores them (transformers' own conversions, reverted), and written as soon
+as a file is full. Files are written to a temporary folder and moved when all are complete, the index last: until then
+the directory holds the previous checkpoint.
 """
 
 from __future__ import annotations
@@ -28,51 +28,51 @@ from ..utils.names import block_of
 from .weight_map import INDEX_NAME
 
 SINGLE_NAME = "model.safetensors"
-MAX_FILE = "5GB"
-"""The size of a file unless asked otherwise; the first rank holds so much at a time."""
+MAX_SHARD_SIZE = "5GB"
+"""The default size of a file, which is also what rank 0 holds in memory at a time."""
 
 State = dict[str, torch.Tensor]
 
 
 @dataclass
 class Group:
-    """Parameters that are stored together: what they are called here, and what in the checkpoint."""
+    """Parameters that are converted together: their names in the model, and the tensors of the checkpoint."""
 
     names: list[str]
     stored: State
-    """Without memory: shapes and dtypes alone."""
+    """Meta tensors by their keys in the checkpoint."""
 
 
 def save_checkpoint(
     model: Any,
     ctx: ParallelExecutionCtx,
     directory: str | os.PathLike[str],
-    max_shard_size: int | str = MAX_FILE,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
     save_original_format: bool = True,
 ) -> None:
-    """Write the model as plain transformers would. A collective; if it fails on one rank, it fails on all.
+    """Write the model as transformers' ``save_pretrained`` would. A collective, which fails on all ranks or on none.
 
-    A directory that holds a checkpoint already keeps it until the new one is complete.
+    A checkpoint that the directory already has is replaced only when the new one is complete.
     """
     target = Path(directory)
     with on_all_ranks(ctx.world_group, f"saving to {str(target)!r}"):
         values = entries(model)
         groups = grouped(model, {n: _plain(v) for n, v in values.items()}, save_original_format)
-        files = split(groups, max_shard_size)
+        files = assign_files(groups, max_shard_size)
         if target.is_file():
-            raise NotADirectoryError(f"{str(target)!r} is a file; give a directory to save to")
-    made = target / f".saving-{secrets.token_hex(4)}"
+            raise NotADirectoryError(f"{str(target)!r} is a file; pass a directory to save to")
+    temporary = target / f".saving-{secrets.token_hex(4)}"
     first = ctx.is_first
     try:
         with on_all_ranks(ctx.world_group, f"saving to {str(target)!r}"):
             if first:
-                made.mkdir(parents=True)
-                _save_configuration(model, made)
+                temporary.mkdir(parents=True)
+                _save_configuration(model, temporary)
         pending: State = {}
         known: set[str] = set()  # the same on every rank, unlike what is pending
         waiting = iter(groups)
-        for name, wanted in files.items():
-            while not known.issuperset(wanted):
+        for name, keys in files.items():
+            while not known.issuperset(keys):
                 group = next(waiting)
                 known.update(group.stored)
                 gathered = {n: gather(values[n], ctx) for n in group.names}
@@ -81,20 +81,20 @@ def save_checkpoint(
                         pending |= convert(model, gathered, save_original_format)
             with on_all_ranks(ctx.world_group, f"writing {name!r} in {str(target)!r}"):
                 if first:
-                    _write({key: pending.pop(key) for key in wanted}, made / name)
+                    _write({key: pending.pop(key) for key in keys}, temporary / name)
         with on_all_ranks(ctx.world_group, f"saving to {str(target)!r}"):
             if first:
-                put_in_place(made, target, files, groups)
+                move_files(temporary, target, files, groups)
     finally:
         if first:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 # -- what is saved ---------------------------------------------------------------------------------------------
 
 
 def entries(model: Any) -> dict[str, Any]:
-    """Parameters and persistent buffers by name, each tied one once, under the name that is read again."""
+    """Parameters and persistent buffers by name, each tied one once, under the name that loading expects."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     found: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
@@ -102,11 +102,12 @@ def entries(model: Any) -> dict[str, Any]:
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         found.pop(name, None)
     shapes = {name: _plain(value) for name, value in found.items()}
-    kept = remove_tied_weights_from_state_dict(shapes, model)
-    return {name: found[name] for name in kept}
+    saved = remove_tied_weights_from_state_dict(shapes, model)
+    return {name: found[name] for name in saved}
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers of a model that its state dict has, by name."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
@@ -114,21 +115,18 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _plain(value: Any) -> torch.Tensor:
-    """A tensor without memory that is like the whole of a sharded one."""
+    """A meta tensor of the global shape."""
     return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def gather(value: Any, ctx: ParallelExecutionCtx) -> torch.Tensor:
-    """The whole tensor on the first rank's CPU, nothing on the others. A collective for a sharded one."""
-    if isinstance(value, ShardedTensor):
-        whole = full_tensor_of(value)
-    else:
-        whole = value.detach()
-    return whole.cpu() if ctx.is_first else whole.new_empty(0)
+    """The full tensor on rank 0's CPU, an empty one on the other ranks. A collective if the tensor is sharded."""
+    full = full_tensor_of(value) if isinstance(value, ShardedTensor) else value.detach()
+    return full.cpu() if ctx.is_first else full.new_empty(0)
 
 
 def convert(model: Any, state: State, original: bool) -> State:
-    """The form in which a checkpoint stores some parameters."""
+    """The tensors of the checkpoint for some parameters."""
     if not original:
         return state
     from transformers.core_model_loading import revert_weight_conversion
@@ -137,48 +135,51 @@ def convert(model: Any, state: State, original: bool) -> State:
 
 
 def grouped(model: Any, state: State, original: bool) -> list[Group]:
-    """Which parameters have to be there together for the checkpoint's form of them.
+    """Which parameters must be converted together.
 
-    Most are stored as they are, or as several tensors; some checkpoints store one tensor for several parameters. That
-    is tried, without memory: first each by itself, then those that gave something else than all together do by block.
+    Most are stored unchanged, or as several tensors; some checkpoints store one tensor for several parameters. Meta
+    tensors show which: first every parameter is converted alone, then those whose result differs from that of all
+    parameters together are converted by block.
     """
-    whole = convert(model, state, original)
+    together = convert(model, state, original)
 
-    def alike(found: State) -> bool:
-        return all(n in whole and (t.shape, t.dtype) == (whole[n].shape, whole[n].dtype) for n, t in found.items())
+    def same(found: State) -> bool:
+        return all(
+            n in together and (t.shape, t.dtype) == (together[n].shape, together[n].dtype) for n, t in found.items()
+        )
 
     groups: list[Group] = []
     rest: dict[str, list[str]] = {}
     for name in state:
-        found = _tried(model, {name: state[name]}, original)
-        if found is not None and alike(found):
+        found = _try_convert(model, {name: state[name]}, original)
+        if found is not None and same(found):
             groups.append(Group([name], found))
         else:
             rest.setdefault(block_of(name), []).append(name)
     left: list[str] = []
     for names in rest.values():
-        found = _tried(model, {n: state[n] for n in names}, original)
-        if found is not None and alike(found):
+        found = _try_convert(model, {n: state[n] for n in names}, original)
+        if found is not None and same(found):
             groups.append(Group(names, found))
         else:
             left += names
     if left:
         groups.append(Group(left, convert(model, {n: state[n] for n in left}, original)))
     stored = [name for group in groups for name in group.stored]
-    if len(stored) != len(set(stored)) or set(stored) != set(whole):
-        return [Group(list(state), whole)]  # names depend on one another in another way
+    if len(stored) != len(set(stored)) or set(stored) != set(together):
+        return [Group(list(state), together)]  # parameters of several blocks depend on one another
     return groups
 
 
-def _tried(model: Any, state: State, original: bool) -> State | None:
+def _try_convert(model: Any, state: State, original: bool) -> State | None:
     try:
         return convert(model, state, original)
     except Exception:
         return None
 
 
-def split(groups: list[Group], max_shard_size: int | str) -> dict[str, list[str]]:
-    """The names of the files, and what each of them holds, in the order of the groups."""
+def assign_files(groups: list[Group], max_shard_size: int | str) -> dict[str, list[str]]:
+    """The names of the files, and the keys in each of them, in the order of the groups."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
     found = split_state_dict_into_shards_factory(
@@ -209,28 +210,28 @@ def _write(tensors: State, path: Path) -> None:
         save_file(tensors, path, metadata={"format": "pt"})
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    except Exception as error:  # safetensors has an error of its own for a full disk
+    except Exception as error:  # safetensors raises its own error for a full disk
         size = sum(t.numel() * t.itemsize for t in tensors.values())
         raise CheckpointError(
             f"could not write {path.name} ({size} bytes) to {str(path.parent.parent)!r}: {error}. "
-            "What was there before is as it was."
+            "The previous checkpoint is unchanged."
         ) from error
 
 
-def put_in_place(made: Path, target: Path, files: dict[str, list[str]], groups: list[Group]) -> None:
-    """Move the files where they belong: what makes a checkpoint of them last, then remove what it replaces."""
+def move_files(temporary: Path, target: Path, files: dict[str, list[str]], groups: list[Group]) -> None:
+    """Move the files to the target directory, the index last, then remove the files of the previous checkpoint."""
     before = {path.name for path in target.glob("model*.safetensors")} | {INDEX_NAME}
     single = list(files) == [SINGLE_NAME]
     names = {name: name for name in files}
-    if not single and before.intersection(files):  # other weights have these names until the index says otherwise
+    if not single and before.intersection(files):  # names of the previous checkpoint, which is still valid
         tag = secrets.token_hex(4)
         names = {name: name.replace("model-", f"model-{tag}-", 1) for name in files}
     for name in files if not single else ():
-        os.replace(made / name, target / names[name])
-    for path in made.glob("*.json"):
+        os.replace(temporary / name, target / names[name])
+    for path in temporary.glob("*.json"):
         os.replace(path, target / path.name)
     if single:
-        os.replace(made / SINGLE_NAME, target / SINGLE_NAME)
+        os.replace(temporary / SINGLE_NAME, target / SINGLE_NAME)
     else:
         stored = {name: tensor for group in groups for name, tensor in group.stored.items()}
         index = {
@@ -238,11 +239,11 @@ def put_in_place(made: Path, target: Path, files: dict[str, list[str]], groups: 
                 "total_parameters": sum(t.numel() for t in stored.values()),
                 "total_size": sum(t.numel() * t.dtype.itemsize for t in stored.values()),
             },
-            "weight_map": {tensor: names[file] for file, held in files.items() for tensor in held},
+            "weight_map": {key: names[file] for file, keys in files.items() for key in keys},
         }
-        draft = made / INDEX_NAME
+        draft = temporary / INDEX_NAME
         draft.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         os.replace(draft, target / INDEX_NAME)
-    kept = {SINGLE_NAME} if single else {*names.values(), INDEX_NAME}
-    for name in before - kept:
+    current = {SINGLE_NAME} if single else {*names.values(), INDEX_NAME}
+    for name in before - current:
         (target / name).unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""The state of a training run: sharded parameters, the optimizer's state and numbers of the user's, saved and resumed.
+"""Saving and resuming a training run: sharded parameters, the optimizer's state and plain data of the user.
 
-Written with ``torch.distributed.checkpoint``: every rank writes its own shards, at the same time, and any number of
-ranks may resume. A state is a directory that appears when it is complete; one that was there before is kept until then.
+Written with ``torch.distributed.checkpoint``: all ranks write their own shards in parallel, and any number of ranks may
+resume. A state is a directory, which is replaced only when the new one is complete.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..tensor.parameter_meta import ParameterMeta
 from ..tensor.sharded_tensor import ShardedTensor
 from .save import persistent_buffers
 
-NUMBERS = "paraxis.json"
-"""What is not a tensor: settings of the optimizer, and what the user gave."""
+PLAIN_DATA = "paraxis.json"
+"""The file for everything but tensors: settings of the optimizer, and the user's ``extra``."""
 
 
 def save_state(
@@ -34,43 +34,43 @@ def save_state(
 ) -> None:
     """Save a parallel model, its optimizer and ``extra`` (plain data: the step, a scheduler's state) to a directory.
 
-    A collective: every rank must call it. If it fails on one rank, it fails on all, and what the directory held before
-    is as it was. :func:`load_state` resumes from it, on any number of ranks.
+    A collective: every rank must call it. If it fails on one rank, it fails on all, and the previous state in the
+    directory is unchanged. :func:`load_state` resumes from it, on any number of ranks.
     """
     target, group = Path(directory), _group(model)
     first = dist.get_rank(group) == 0
-    made = target.with_name(f"{target.name}.saving")
+    temporary = target.with_name(f"{target.name}.saving")
     what = f"saving to {str(target)!r}"
     with on_all_ranks(group, what):
-        tensors, numbers = _state(model, optimizer)
-        text = json.dumps({"optimizer": numbers, "extra": extra})
+        tensors, settings = _state(model, optimizer)
+        text = json.dumps({"optimizer": settings, "extra": extra})
         if target.exists() and not target.is_dir():
-            raise NotADirectoryError(f"{str(target)!r} is a file; give a directory to save to")
+            raise NotADirectoryError(f"{str(target)!r} is a file; pass a directory to save to")
     with on_all_ranks(group, what):
         if first:
-            shutil.rmtree(made, ignore_errors=True)
-            made.mkdir(parents=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
     try:
         with on_all_ranks(group, what):
-            _write(tensors, made, group)
+            _write(tensors, temporary, group)
         with on_all_ranks(group, what):
             if first:
-                (made / NUMBERS).write_text(text)
-                _replace(made, target)
+                (temporary / PLAIN_DATA).write_text(text)
+                _replace(temporary, target)
     finally:
         if first:
-            shutil.rmtree(made, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load_state(
     directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
-    """Resume: fill the parameters and the optimizer's state in place; what was saved as ``extra`` is returned.
+    """Resume: load the parameters and the optimizer's state in place, and return what was saved as ``extra``.
 
-    A collective. The number of ranks may be another than when it was saved.
+    A collective. The number of ranks may differ from that of the saved run.
 
     Raises:
-        CheckpointError: It is not complete, or not of this model; before anything is changed.
+        CheckpointError: The state is incomplete, or not of this model. Nothing has been changed then.
     """
     from torch.distributed.checkpoint import FileSystemReader, load
 
@@ -79,10 +79,10 @@ def load_state(
         source = _complete(Path(directory))
         reader = FileSystemReader(source)
         stored = reader.read_metadata().state_dict_metadata
-        data = json.loads((source / NUMBERS).read_text())
+        data = json.loads((source / PLAIN_DATA).read_text())
         tensors, _ = _state(model, None)
         _check(tensors, stored, source)
-        slots = _make_room(model, optimizer, data["optimizer"], stored) if optimizer is not None else {}
+        slots = _allocate(model, optimizer, data["optimizer"], stored) if optimizer is not None else {}
     with on_all_ranks(group, f"loading {str(source)!r}"):
         try:
             load(
@@ -102,15 +102,15 @@ def load_state(
 
 def _group(model: nn.Module) -> dist.ProcessGroup:
     for parameter in model.parameters():
-        if isinstance(parameter, ShardedTensor) and isinstance(parameter._spec, ParameterMeta):
-            group = parameter._spec.world_group or parameter._spec.group
+        if isinstance(parameter, ShardedTensor) and isinstance(parameter.spec, ParameterMeta):
+            group = parameter.spec.world_group or parameter.spec.group
             if group is not None:
                 return group
-    raise TypeError(f"{type(model).__name__} is not a parallel model; give what parallelize_model returned")
+    raise TypeError(f"{type(model).__name__} is not a parallel model; pass what parallelize_model returned")
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """The name of each parameter by its identity; of a tied one the first."""
+    """The name of each parameter by its identity; the first name of a tied one."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
@@ -124,7 +124,7 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[d
     for parameter, state in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None:
-            raise ValueError("the optimizer has state for a tensor that is no parameter of the model")
+            raise ValueError("the optimizer has state for a tensor that is not a parameter of the model")
         for key, value in state.items():
             if isinstance(value, torch.Tensor):
                 tensors[f"optimizer/{name}/{key}"] = value
@@ -145,21 +145,22 @@ def _number(value: Any) -> Any:
 
 
 def _complete(directory: Path) -> Path:
-    """The directory to read: the one given, or its predecessor if it was just being replaced."""
+    """The directory to read: this one, or its predecessor if saving ended while it was being replaced."""
     for path in (directory, _previous(directory)):
-        if (path / ".metadata").is_file() and (path / NUMBERS).is_file():
+        if (path / ".metadata").is_file() and (path / PLAIN_DATA).is_file():
             return path
-    held = sorted(p.name for p in directory.iterdir())[:5] if directory.is_dir() else None
-    instead = (
-        "there is no such directory" if held is None else f"there is only {', '.join(held)}" if held else "it is empty"
-    )
+    files = sorted(p.name for p in directory.iterdir())[:5] if directory.is_dir() else None
+    if files is None:
+        reason = "there is no such directory"
+    else:
+        reason = f"there is only {', '.join(files)}" if files else "it is empty"
     raise CheckpointError(
-        f"{str(directory)!r} holds no complete training state: {instead}. Give a directory that save_state wrote."
+        f"{str(directory)!r} holds no complete training state: {reason}. Pass a directory that save_state wrote."
     )
 
 
 def _check(tensors: dict[str, Any], stored: dict[str, Any], source: Path) -> None:
-    """That every tensor of the model is there, in its size."""
+    """Raise unless every tensor of the model is stored, in its size."""
     missing = [name for name in tensors if name not in stored]
     unexpected = [name for name in stored if name.startswith("model/") and name not in tensors]
     other = [
@@ -176,20 +177,20 @@ def _check(tensors: dict[str, Any], stored: dict[str, Any], source: Path) -> Non
         raise CheckpointError(f"{str(source)!r} is not a state of this model; {'; '.join(problems)}")
 
 
-def _make_room(
-    model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Any, stored: dict[str, Any]
+def _allocate(
+    model: nn.Module, optimizer: torch.optim.Optimizer, settings: Any, stored: dict[str, Any]
 ) -> dict[str, tuple[torch.Tensor, str, torch.Tensor]]:
-    """For every tensor of the optimizer that was saved: its parameter, its key, and a tensor to read it into."""
-    if numbers is None:
-        raise CheckpointError("the state was saved without an optimizer, and cannot resume one")
+    """For every saved tensor of the optimizer: its parameter, its key, and an empty tensor to load it into."""
+    if settings is None:
+        raise CheckpointError("the state was saved without an optimizer, so an optimizer cannot resume from it")
     parameters = dict(model.named_parameters())
-    saved = [name for group in numbers["groups"] for name in group["params"]]
+    saved = [name for group in settings["groups"] for name in group["params"]]
     names = _names(model)
     own = [names.get(id(p)) for group in optimizer.param_groups for p in group["params"]]
-    if sorted(map(str, own)) != sorted(map(str, saved)) or len(numbers["groups"]) != len(optimizer.param_groups):
+    if sorted(map(str, own)) != sorted(map(str, saved)) or len(settings["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the optimizer has {len(own)} parameters in {len(optimizer.param_groups)} groups, the saved one "
-            f"{len(saved)} in {len(numbers['groups'])}, or others; make it as it was made for the saved run"
+            f"{len(saved)} in {len(settings['groups'])}, or others; create it as for the saved run"
         )
     slots: dict[str, tuple[torch.Tensor, str, torch.Tensor]] = {}
     for name, entry in stored.items():
@@ -210,24 +211,25 @@ def _make_room(
 def _fill(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    numbers: Any,
+    settings: Any,
     slots: dict[str, tuple[torch.Tensor, str, torch.Tensor]],
 ) -> None:
+    """Set the optimizer's state and settings from what was loaded."""
     parameters, names = dict(model.named_parameters()), _names(model)
-    settings = {name: group for group in numbers["groups"] for name in group["params"]}
+    saved_groups = {name: group for group in settings["groups"] for name in group["params"]}
     optimizer.state.clear()
     for owner, key, tensor in slots.values():
         optimizer.state[owner][key] = tensor
-    for name, value in numbers["values"].items():
+    for name, value in settings["values"].items():
         parameter, key = name.rsplit("/", 1)
         optimizer.state[parameters[parameter]][key] = value
     for group in optimizer.param_groups:
-        saved = settings[names[id(group["params"][0])]] if group["params"] else {}
+        saved = saved_groups[names[id(group["params"][0])]] if group["params"] else {}
         group.update({key: _like(group.get(key), value) for key, value in saved.items() if key != "params"})
 
 
 def _like(old: Any, new: Any) -> Any:
-    """Plain data as it was: pairs and numbers on a device come back as lists and numbers."""
+    """Plain data in its old type: JSON has lists for tuples, and numbers for scalar tensors."""
     if isinstance(old, tuple):
         return tuple(new)
     return torch.full_like(old, new) if isinstance(old, torch.Tensor) else new
@@ -243,12 +245,12 @@ def _write(tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> N
         save(tensors, storage_writer=FileSystemWriter(folder), process_group=group)
     except Exception as error:
         raise CheckpointError(
-            f"could not write the state to {str(folder)!r}: {_reason(error)}. What was there before is as it was."
+            f"could not write the state to {str(folder)!r}: {_reason(error)}. The previous state is unchanged."
         ) from error
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong on the first rank that says so; torch collects the errors of all."""
+    """The error of the first rank that failed; torch collects the errors of all."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(failures.items()))
@@ -260,11 +262,11 @@ def _previous(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.previous")
 
 
-def _replace(made: Path, target: Path) -> None:
-    """Put a complete directory in place. If it ends between the two moves, loading finds the previous one."""
+def _replace(complete: Path, target: Path) -> None:
+    """Move a complete directory to its target. If the process ends between the moves, loading uses the previous one."""
     previous = _previous(target)
     if target.exists():
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(target, previous)
-    os.rename(made, target)
+    os.rename(complete, target)
     shutil.rmtree(previous, ignore_errors=True)

@@ -46,13 +46,13 @@ DTYPES = {
 
 
 def other_formats(files: Iterable[str]) -> list[str]:
-    """Those of ``files`` that hold weights in a format other than safetensors."""
+    """Those of ``files`` that have weights in a format other than safetensors."""
     names = (Path(file).name for file in files)
     return sorted(name for name in names if name.endswith(_OTHER_FORMATS) and not name.startswith("training_args"))
 
 
 def no_safetensors(where: str, found: Sequence[str]) -> CheckpointError:
-    """The error for a checkpoint without safetensors files, of which ranks could read just their part."""
+    """The error for a checkpoint without safetensors files, the format of which ranks can read slices."""
     also = f"only {', '.join(found[:4])}{' ...' if len(found) > 4 else ''}" if found else "no weights at all"
     return CheckpointError(
         f"{where!r} has no weights in safetensors format ({also}). Convert it once: load it with "
@@ -67,14 +67,14 @@ def open_file(path: str) -> Iterator[Any]:
     try:
         file = safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
-        message = f"{path!r} is not a readable safetensors file ({error}); it may be cut off: get it again"
+        message = f"{path!r} is not a readable safetensors file ({error}); it may be incomplete: download it again"
         raise CheckpointError(message) from error
     with file as handle:
         yield handle
 
 
 class OpenFiles:
-    """Safetensors files by path, each opened once, when it is first needed; closed together."""
+    """Safetensors files by path, each one open from its first use to the end."""
 
     def __init__(self) -> None:
         self._open, self._stack, self._lock = dict[str, Any](), ExitStack(), Lock()
@@ -96,8 +96,8 @@ class OpenFiles:
 def collect_weight_map(folder: str | Path) -> dict[str, str]:
     """For every tensor in the checkpoint in ``folder``, the absolute path of the file it is in.
 
-    An index is believed; without one the headers of the files are read. A ``model.safetensors`` is then the
-    whole checkpoint, whatever lies beside it.
+    If there is an index, it decides; without one the headers of the files are read. A ``model.safetensors`` is then the
+    entire checkpoint, whatever other files there are.
     """
     folder = Path(folder).absolute()
     index = folder / INDEX_NAME
@@ -114,7 +114,7 @@ def collect_weight_map(folder: str | Path) -> dict[str, str]:
                 if key in weight_map:
                     raise CheckpointError(
                         f"tensor {key!r} is both in {weight_map[key]!r} and in {str(file)!r}, and there is "
-                        f"no {INDEX_NAME} to say which one counts: leave only one of them in the directory"
+                        f"no {INDEX_NAME} to decide between them: leave only one of them in the directory"
                     )
                 weight_map[key] = str(file)
     return weight_map
@@ -161,7 +161,7 @@ def match_parameters(
     base_model_prefix: str = "",
     model: nn.Module | None = None,
 ) -> dict[str, str]:
-    """For each parameter the key of its tensor in the checkpoint. Parameters that have none are left out.
+    """For each parameter the key of its tensor in the checkpoint. Parameters without one are not in the result.
 
     Args:
         params: Parameters (or buffers) by their first names.
@@ -196,12 +196,12 @@ def check_checkpoint(
     tied_names: Mapping[str, Sequence[str]] | None = None,
     conversions: Sequence[Conversion] = (),
 ) -> None:
-    """Raise one error with everything that does not fit, from the headers, before any weight is read.
+    """Raise one error with all mismatches, from the headers, before any weight is read.
 
-    Listed are parameters without a tensor, tensors of another shape, and tensors of a kind of dtype that
-    cannot be converted (quantized weights). ``keys`` is what :func:`match_parameters` gave, ``conversions`` what
-    :func:`~paraxis.weights.convert.find_conversions` gave; the other arguments are the same. Tied parameters that are
-    in the checkpoint under several names must have the same values there.
+    Listed are parameters without a tensor, tensors of another shape, and tensors of a dtype that cannot be converted
+    (quantized weights). ``keys`` is the result of :func:`match_parameters`, ``conversions`` that of
+    :func:`~paraxis.weights.convert.find_conversions`; the other arguments are the same as theirs. Tied parameters that
+    are in the checkpoint under several names must have the same values there.
     """
     converted = {name for conversion in conversions for name in conversion.targets}
     problems = [f"{n}: missing in the checkpoint" for n in params if n not in keys and n not in converted]
@@ -229,8 +229,8 @@ def _mismatch(name: str, key: str, param: torch.Tensor, stored: Any) -> list[str
     shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
     if shape != tuple(param.shape):
         return [f"{label}: shape {shape} in the checkpoint, {tuple(param.shape)} in the model"]
-    wanted = _NAMES.get(param.dtype)
-    if dtype != wanted and not (wanted is None and dtype in _FLOATS):
+    expected = _NAMES.get(param.dtype)
+    if dtype != expected and not (expected is None and dtype in _FLOATS):
         return [f"{label}: {dtype} in the checkpoint, {param.dtype} in the model; quantized weights are not read"]
     return []
 
@@ -249,7 +249,7 @@ def _untied(names: list[str], weight_map: Mapping[str, str]) -> list[str]:
 
 
 def _equal(first: str, second: str, weight_map: Mapping[str, str], rows: int = 4096) -> bool:
-    """Whether two tensors are equal, read a few rows at a time."""
+    """Whether two tensors are equal, read by blocks of rows."""
     with open_file(weight_map[first]) as a, open_file(weight_map[second]) as b:
         x, y = a.get_slice(first), b.get_slice(second)
         if x.get_shape() != y.get_shape():
