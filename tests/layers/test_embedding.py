@@ -1,4 +1,4 @@
-"""The embedding split by token id against the whole one."""
+"""The vocabulary parallel embedding against the unsharded one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from placed import cut, each, placed, world_ctx
+from helpers.shards import local_shard, run_all, sharded_parameter
+from models.compare import context
 from torch import nn
 
 from paraxis.layers import VocabParallelEmbedding
@@ -22,7 +23,7 @@ VOCAB, HIDDEN = 20, 6
 IDS = torch.tensor([[0, 19, 3, 3, 4, 9, 10, 15], [5, 0, 14, 12, 1, 2, 19, 3]])
 
 
-def whole_table(padding_idx: int | None) -> nn.Embedding:
+def full_table(padding_idx: int | None) -> nn.Embedding:
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64)
     return nn.Embedding.from_pretrained(weight, freeze=False, padding_idx=padding_idx)
@@ -33,7 +34,7 @@ def the_gradient() -> torch.Tensor:
 
 
 def expected(padding_idx: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    table = whole_table(padding_idx)
+    table = full_table(padding_idx)
     y = table(IDS)
     y.backward(the_gradient())
     assert table.weight.grad is not None
@@ -43,13 +44,13 @@ def expected(padding_idx: int | None) -> tuple[torch.Tensor, torch.Tensor]:
 def lookup(
     padding_idx: int | None, sequence_parallel: bool, reduce_output: bool, layout: Layout | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    table = whole_table(padding_idx)
+    table = full_table(padding_idx)
     flags = {"sequence_parallel": sequence_parallel, "reduce_output": reduce_output}
     if layout is None:
-        layer = VocabParallelEmbedding(world_ctx(), table, **flags)
+        layer = VocabParallelEmbedding(context(), table, **flags)
     else:
-        weight = placed(table.weight, Shard.of(0, layout))
-        layer = VocabParallelEmbedding.from_parameters(world_ctx(), weight, padding_idx, **flags)
+        weight = sharded_parameter(table.weight, Shard.of(0, layout))
+        layer = VocabParallelEmbedding.from_parameters(context(), weight, padding_idx, **flags)
         assert layer.weight is weight
     y = layer(IDS)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -69,7 +70,7 @@ def test_embedding(ranks: Ranks, world: int, padding_idx: int | None) -> None:
     layouts = [None, even, uneven]
     cases = [(padding_idx, False, True, layout) for layout in layouts]
     cases += [(padding_idx, True, True, None), (padding_idx, False, False, None)]
-    jobs = ranks(world).run(each, lookup, cases)
+    jobs = ranks(world).run(run_all, lookup, cases)
     for (_, sequence_parallel, reduce_output, layout), *results in zip(cases, *jobs):
         outputs = [y_ for y_, _ in results]
         if not reduce_output:
@@ -79,15 +80,15 @@ def test_embedding(ranks: Ranks, world: int, padding_idx: int | None) -> None:
         for y_ in outputs:
             torch.testing.assert_close(y_, y, rtol=0, atol=0)
         for rank, (_, dw_) in enumerate(results):
-            torch.testing.assert_close(dw_, cut(dw, Shard.of(0, layout or even), rank))
+            torch.testing.assert_close(dw_, local_shard(dw, Shard.of(0, layout or even), rank))
 
 
 def refusals() -> dict[str, str]:
-    ctx, world = world_ctx(), dist.get_world_size()
+    ctx, world = context(), dist.get_world_size()
     messages = {}
-    table = whole_table(None)
-    packed = placed(table.weight, Shard.of(0, Layout.even(10, world)))  # twice ten ids
-    shared = placed(table.weight, SHARED)
+    table = full_table(None)
+    packed = sharded_parameter(table.weight, Shard.of(0, Layout.even(10, world)))  # twice ten ids
+    shared = sharded_parameter(table.weight, SHARED)
     builds = {
         "packed": lambda: VocabParallelEmbedding.from_parameters(ctx, packed),
         "shared": lambda: VocabParallelEmbedding.from_parameters(ctx, shared),
@@ -101,7 +102,7 @@ def refusals() -> dict[str, str]:
         with pytest.raises((ValueError, NotImplementedError, IndexError)) as caught:
             build()
         messages[name] = f"{type(caught.value).__name__}: {caught.value}"
-    messages["text"] = repr(VocabParallelEmbedding(ctx, whole_table(3)))
+    messages["text"] = repr(VocabParallelEmbedding(ctx, full_table(3)))
     return messages
 
 

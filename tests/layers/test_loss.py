@@ -1,4 +1,4 @@
-"""Cross entropy on logits split by class against `F.cross_entropy` of the whole ones."""
+"""Cross entropy on sharded logits against `F.cross_entropy` of the full ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from placed import world_ctx
+from models.compare import context
 
 from paraxis.distributed import count_collectives
 from paraxis.layers import VocabParallelCrossEntropyLoss, vocab_parallel_cross_entropy
@@ -43,7 +43,7 @@ def upstream(loss: torch.Tensor) -> torch.Tensor:
     return torch.randn(loss.shape, generator=generator, dtype=torch.float64).to(loss.dtype)
 
 
-def whole(shape: tuple[int, ...], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def expected_loss(shape: tuple[int, ...], **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     logits, target = inputs(shape)
     logits.requires_grad_()
     loss = F.cross_entropy(logits, target, **options)
@@ -87,11 +87,11 @@ def cases() -> list[tuple[tuple[int, ...], Case]]:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_equals_the_whole(ranks: Ranks, world: int) -> None:
+def test_loss_and_gradient_are_those_of_full_logits(ranks: Ranks, world: int) -> None:
     known = cases()
     results = ranks(world).run(parallel, known)
     for i, (shape, options) in enumerate(known):
-        loss, grad = whole(shape, **options)
+        loss, grad = expected_loss(shape, **options)
         for result in results:
             torch.testing.assert_close(result[i][0], loss, equal_nan=True, msg=lambda m, c=known[i]: f"{c}: {m}")
         together = torch.cat([result[i][1] for result in results], min(1, len(shape) - 1))
@@ -158,7 +158,7 @@ def test_extreme_logits(ranks: Ranks) -> None:
 
 
 def modules() -> dict[str, Any]:
-    ctx, rank, world = world_ctx(), dist.get_rank(), dist.get_world_size()
+    ctx, rank, world = context(), dist.get_rank(), dist.get_world_size()
     start, stop = ranges(world)[rank]
     logits, target = inputs((7, CLASSES))
     local = logits[:, start:stop]
@@ -192,13 +192,13 @@ def modules() -> dict[str, Any]:
 
 def test_module(ranks: Ranks) -> None:
     for results in ranks(2).run(modules):
-        mean, _ = whole((7, CLASSES))
+        mean, _ = expected_loss((7, CLASSES))
         torch.testing.assert_close(results["told"], mean)
         torch.testing.assert_close(results["found"], mean)
         torch.testing.assert_close(
-            results["weighted"], whole((7, CLASSES), weight=class_weights(), label_smoothing=0.2)[0]
+            results["weighted"], expected_loss((7, CLASSES), weight=class_weights(), label_smoothing=0.2)[0]
         )
-        torch.testing.assert_close(results["legacy"], whole((7, CLASSES), reduction="sum")[0])
+        torch.testing.assert_close(results["legacy"], expected_loss((7, CLASSES), reduction="sum")[0])
         assert "vocab_size=19" in results["text"]
         assert results["again"] == {"all_reduce": 2}
         assert "holds classes" in results["width"]

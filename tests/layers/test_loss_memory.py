@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from helpers.allocations import Allocations
 from models.compare import parallel, reference
 from models.tiny import save
-from peak import Allocations
 
 from paraxis.layers import vocab_parallel_cross_entropy
 from paraxis.placement import Layout
@@ -21,7 +21,7 @@ Ranks = Callable[[int], RankPool]
 VOCABULARY, TOKENS = 128256, 512
 
 
-def loss_alone(split: bool) -> tuple[int, int]:
+def peak_of_loss(split: bool) -> tuple[int, int]:
     """(peak, largest) bytes of the loss forward and backward, logits not counted."""
     world, rank = (dist.get_world_size(), dist.get_rank()) if split else (1, 0)
     start, stop = Layout.even(VOCABULARY, world).expand(VOCABULARY, rank)[0]
@@ -37,11 +37,11 @@ def loss_alone(split: bool) -> tuple[int, int]:
 
 
 def test_the_loss_takes_its_share_of_memory(ranks: Ranks) -> None:
-    whole, largest = loss_alone(split=False)
-    assert largest == TOKENS * VOCABULARY * 4, "the measure sees the whole logits' size"
-    for peak, part in ranks(4).run(loss_alone, True):
-        assert part <= largest / 4, "nothing of the size of the whole logits"
-        assert peak <= whole * (1 / 4 + 0.02)
+    full, largest = peak_of_loss(split=False)
+    assert largest == TOKENS * VOCABULARY * 4, "the full logits are measured"
+    for peak, part in ranks(4).run(peak_of_loss, True):
+        assert part <= largest / 4, "nothing of the size of the full logits"
+        assert peak <= full * (1 / 4 + 0.02)
 
 
 def model_and_loss(folder: str) -> list[tuple[int, int]]:
@@ -60,10 +60,10 @@ def model_and_loss(folder: str) -> list[tuple[int, int]]:
     return found
 
 
-def test_a_model_never_builds_its_whole_logits(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_model_never_builds_its_full_logits(ranks: Ranks, tmp_path: Path) -> None:
     """The loss that transformers computes inside the model, and the logits that it returns beside it."""
     folder = save("llama-tied", tmp_path, vocab_size=VOCABULARY, num_hidden_layers=1, max_position_embeddings=64)
-    for (peak, largest), (whole_peak, whole_largest) in ranks(2).run(model_and_loss, folder):
+    for (peak, largest), (full_peak, full_largest) in ranks(2).run(model_and_loss, folder):
         logits = 2 * 64 * VOCABULARY * 4
-        assert whole_largest >= logits, "the measure sees the whole logits"
-        assert largest <= logits / 2 and peak <= whole_peak * (1 / 2 + 0.05)
+        assert full_largest >= logits, "the full logits are measured"
+        assert largest <= logits / 2 and peak <= full_peak * (1 / 2 + 0.05)

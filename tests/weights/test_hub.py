@@ -26,12 +26,12 @@ def cached(cache: Path, files: int = 1) -> Path:
     return save(tiny_model("GPT2LMHeadModel"), repo / "snapshots" / COMMIT, files)
 
 
-def test_a_directory_is_itself(tmp_path: Path) -> None:
+def test_a_directory_resolves_to_itself(tmp_path: Path) -> None:
     save(tiny_model("GPT2LMHeadModel"), tmp_path)
     assert resolve_checkpoint(str(tmp_path)) == tmp_path
 
 
-def test_paths_that_are_no_model(tmp_path: Path) -> None:
+def test_paths_that_are_not_models(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="there is no directory"):
         resolve_checkpoint(tmp_path / "absent")
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
@@ -41,7 +41,7 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         resolve_checkpoint(tmp_path / "model.safetensors")
 
 
-def test_the_cache(tmp_path: Path) -> None:
+def test_cached_models_resolve_offline(tmp_path: Path) -> None:
     folder = cached(tmp_path, 3)
     found = resolve_checkpoint("someone/tiny", cache_dir=tmp_path, local_files_only=True)
     assert found.resolve() == folder.resolve()
@@ -51,7 +51,7 @@ def test_the_cache(tmp_path: Path) -> None:
         resolve_checkpoint("someone/tiny", "v2", tmp_path, local_files_only=True)
 
 
-def test_what_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_needed_files_are_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the configuration, and of the weights only the files of the index."""
     save(tiny_model("GPT2LMHeadModel"), tmp_path, 3)
     asked: list[list[str]] = []

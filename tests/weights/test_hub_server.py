@@ -44,16 +44,16 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.close()
 
 
-Wish = tuple[str, dict[str, Any]]
+Request = tuple[str, dict[str, Any]]
 
 
-def resolved(wishes: list[Wish]) -> list[tuple[str, str | list[str]]]:
+def resolved(requests: list[Request]) -> list[tuple[str, str | list[str]]]:
     """For each name: the folder's commit and its files, or the error. ``token`` is set from there on."""
     from paraxis.errors import CheckpointError
     from paraxis.weights.hub import resolve_checkpoint
 
     found: list[tuple[str, str | list[str]]] = []
-    for name, options in wishes:
+    for name, options in requests:
         os.environ["HF_TOKEN"] = options.pop("token", os.environ.get("HF_TOKEN", ""))
         try:
             folder = resolve_checkpoint(name, **options)
@@ -63,9 +63,9 @@ def resolved(wishes: list[Wish]) -> list[tuple[str, str | list[str]]]:
     return found
 
 
-def on_ranks(world: int, *wishes: Wish) -> list[Any]:
+def on_ranks(world: int, *requests: Request) -> list[Any]:
     """What the ranks found, which must be the same on all of them."""
-    outcomes = spawn_ranks(world, resolved, list(wishes))
+    outcomes = spawn_ranks(world, resolved, list(requests))
     assert all(outcome.error is None for outcome in outcomes), outcomes
     assert all(outcome.value == outcomes[0].value for outcome in outcomes)
     return list(outcomes[0].value)
@@ -83,12 +83,12 @@ def test_four_ranks_download_once_and_then_work_offline(hub: Hub, monkeypatch: p
     hub.log.clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert on_ranks(1, ("someone/tiny", {}), ("someone/tiny", {"local_files_only": True})) == [expected] * 2
-    assert not hub.log, "nobody was asked"
+    assert not hub.log, "no request is sent"
 
 
-def test_revisions_caches_tokens_and_what_is_not_there(hub: Hub, tmp_path: Path) -> None:
+def test_revisions_caches_tokens_and_errors(hub: Hub, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    other, own, gated, missing, revision, old, opened = on_ranks(
+    other, own, gated, missing, revision, old, authorized = on_ranks(
         2,
         ("someone/tiny", {"revision": "v1"}),
         ("someone/tiny", {"cache_dir": str(cache), "weights": False}),
@@ -104,15 +104,15 @@ def test_revisions_caches_tokens_and_what_is_not_there(hub: Hub, tmp_path: Path)
     assert missing[0] == "error" and "there is no model 'someone/else' on the Hub" in missing[1]
     assert revision[0] == "error" and "'someone/tiny' has no revision 'v9'" in revision[1]
     assert old[0] == "error" and "has no weights" in old[1] and "only pytorch_model.bin" in old[1]
-    assert opened[1] == FILES
+    assert authorized[1] == FILES
     assert "pytorch_model.bin" not in hub.downloads()
 
 
-def test_an_interrupted_download_goes_on(hub: Hub) -> None:
+def test_an_interrupted_download_is_resumed(hub: Hub) -> None:
     """The connection breaks in one file, again and again: no rank has a model; later only that file is fetched."""
     hub.broken = {WEIGHTS[2]}
     ((kind, message),) = on_ranks(2, ("someone/tiny", {}))
-    assert kind == "error" and "downloading 'someone/tiny' broke off" in message
+    assert kind == "error" and "downloading 'someone/tiny' failed" in message
     hub.broken.clear()
     hub.log.clear()
     assert on_ranks(1, ("someone/tiny", {}))[0][1] == FILES

@@ -1,4 +1,4 @@
-"""Which tensor is which parameter, remembered from the run before."""
+"""Which tensor is which parameter, cached from the previous run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paraxis.weights.weight_map import collect_weight_map
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A cache of its own, and transformers as in a process that has loaded nothing."""
+    """An empty cache, and transformers as in a new process."""
     monkeypatch.setenv("PARAXIS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(conversion_mapping, "USER_REGISTERED_MAPPINGS", set())
     forget(monkeypatch)
@@ -26,7 +26,7 @@ def untouched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a new process would not know."""
+    """Drop what a new process does not have."""
     names._known.clear()
     monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
 
@@ -37,7 +37,7 @@ def saved(name: str, folder: Path) -> tuple[nn.Module, dict[str, torch.Tensor], 
     return model, dict(model.named_parameters()), collect_weight_map(folder)
 
 
-def test_the_second_time_the_tables_are_not_made(
+def test_a_cache_hit_does_not_build_the_tables(
     monkeypatch: pytest.MonkeyPatch, untouched: Path, tmp_path: Path
 ) -> None:
     model, params, weight_map = saved("llama", tmp_path / "model")
@@ -48,23 +48,23 @@ def test_the_second_time_the_tables_are_not_made(
     assert matching.match(model, params, tied_names(model), weight_map) == first
     assert conversion_mapping._checkpoint_conversion_mapping_cache is None
 
-    # Another checkpoint of the same model is another question; so is asking not to be told from memory.
+    # Another checkpoint of the same model is a cache miss; the cache may also be disabled.
     forget(monkeypatch)
     fewer = dict(list(weight_map.items())[1:])
     assert len(matching.match(model, params, tied_names(model), fewer)[0]) == len(params) - 1
     forget(monkeypatch)
-    assert matching.match(model, params, tied_names(model), weight_map, remember=False) == first
+    assert matching.match(model, params, tied_names(model), weight_map, read_cache=False) == first
     assert conversion_mapping._checkpoint_conversion_mapping_cache is not None
 
 
-def test_conversions_are_found_anew(monkeypatch: pytest.MonkeyPatch, untouched: Path, tmp_path: Path) -> None:
+def test_conversions_are_not_cached(monkeypatch: pytest.MonkeyPatch, untouched: Path, tmp_path: Path) -> None:
     model, params, weight_map = saved("mixtral", tmp_path / "model")
     forget(monkeypatch)
     assert matching.match(model, params, tied_names(model), weight_map)[1]
     assert not untouched.exists()
 
 
-def test_tables_that_somebody_changed_are_asked(
+def test_tables_that_the_user_changed_are_used(
     monkeypatch: pytest.MonkeyPatch, untouched: Path, tmp_path: Path
 ) -> None:
     from transformers.core_model_loading import WeightRenaming

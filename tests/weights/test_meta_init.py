@@ -1,4 +1,4 @@
-"""Building models without memory, and what their parameters then know of themselves."""
+"""Building models on the meta device, and attaching metadata to their parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
-from weights.tiny_models import SIZES, tiny_config, tiny_model
+from weights.tiny_models import SIZES, model_on_meta, tiny_model
 
 from paraxis.tensor.sharded_tensor import ShardedTensor
 from paraxis.weights.meta_init import (
@@ -25,14 +25,9 @@ from paraxis.weights.meta_init import (
 CPU = torch.device("cpu")
 
 
-def on_meta(name: str, **overrides: Any) -> Any:
-    with MetaAwareMethodsPatcher():
-        return getattr(transformers, name)(tiny_config(name, **overrides))
-
-
 @pytest.mark.parametrize("name", sorted(SIZES))
 def test_parameters_on_meta_buffers_real(name: str) -> None:
-    model, real = on_meta(name), tiny_model(name)
+    model, real = model_on_meta(name), tiny_model(name)
     ours, theirs = dict(model.named_parameters()), dict(real.named_parameters())
     assert list(ours) == list(theirs)
     for key, param in ours.items():
@@ -47,14 +42,14 @@ def test_parameters_on_meta_buffers_real(name: str) -> None:
 
 
 def test_rotary_frequencies_are_computed() -> None:
-    rotary = on_meta("LlamaForCausalLM").model.rotary_emb
+    rotary = model_on_meta("LlamaForCausalLM").model.rotary_emb
     assert rotary.inv_freq.device == CPU
     assert torch.allclose(rotary.inv_freq, 10000.0 ** (-torch.arange(0, 8, 2) / 8))
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_ties_are_kept(tied: bool) -> None:
-    model = on_meta("LlamaForCausalLM", tie_word_embeddings=tied)
+def test_tied_parameters_stay_tied(tied: bool) -> None:
+    model = model_on_meta("LlamaForCausalLM", tie_word_embeddings=tied)
     assert (model.model.embed_tokens.weight is model.lm_head.weight) is tied
     params = attach_parameter_meta(model, CPU)
     assert (model.model.embed_tokens.weight is model.lm_head.weight) is tied
@@ -99,7 +94,7 @@ def test_seventy_billion_parameters_take_no_memory_and_no_time() -> None:
     assert time.monotonic() - start < 10
     assert resident() - before < 1.5e9
     assert sum(p.numel() for p in params.values()) > 70e9
-    assert sum(p._local.numel() for p in params.values()) == 0  # type: ignore[attr-defined]
+    assert sum(p.local.numel() for p in params.values()) == 0  # type: ignore[attr-defined]
 
 
 def test_a_parameter_larger_than_the_machine() -> None:
@@ -157,7 +152,7 @@ def test_the_same_patcher_may_be_entered_again() -> None:
     assert patched() == before
 
 
-def test_other_threads_are_left_alone() -> None:
+def test_other_threads_are_not_affected() -> None:
     devices = []
     with MetaAwareMethodsPatcher():
         thread = threading.Thread(target=lambda: devices.append(nn.Linear(2, 2).weight.device.type))
@@ -166,7 +161,7 @@ def test_other_threads_are_left_alone() -> None:
     assert devices == ["cpu"]
 
 
-def test_classes_and_attributes_of_parameters_are_kept() -> None:
+def test_classes_and_attributes_of_parameters_survive() -> None:
     class Marked(nn.Parameter):
         pass
 
@@ -174,14 +169,14 @@ def test_classes_and_attributes_of_parameters_are_kept() -> None:
         def __init__(self) -> None:
             super().__init__()
             weight = Marked(torch.ones(2, 3), requires_grad=False)
-            weight.note = "kept"  # type: ignore[attr-defined]
+            weight.note = "survives"  # type: ignore[attr-defined]
             self.weight = weight
             self.lazy = nn.LazyLinear(4)
 
     with MetaAwareMethodsPatcher():
         module = Holder()
     assert type(module.weight) is Marked and module.weight.is_meta and not module.weight.requires_grad
-    assert module.weight.note == "kept"  # type: ignore[attr-defined]
+    assert module.weight.note == "survives"  # type: ignore[attr-defined]
     assert isinstance(module.lazy.weight, nn.UninitializedParameter)
 
 
@@ -189,17 +184,17 @@ def test_classes_and_attributes_of_parameters_are_kept() -> None:
 
 
 def test_attached_parameters() -> None:
-    model = on_meta("GPT2LMHeadModel", dtype=None)
+    model = model_on_meta("GPT2LMHeadModel", dtype=None)
     model.transformer.ln_f.bias.requires_grad_(False)
     params = attach_parameter_meta(model, CPU)
     assert list(params) == [name for name, _ in model.named_parameters()]
     for name, param in model.named_parameters():
         assert isinstance(param, nn.Parameter) and isinstance(param, ShardedTensor)
         meta = param.meta_info
-        assert param._spec is meta and params[name] is param
+        assert param.spec is meta and params[name] is param
         assert (meta.name, meta.shape, meta.dtype) == (name, tuple(param.shape), param.dtype)
         assert meta.need_initialize and meta.placement is None and meta.source is None and meta.group is None
-        assert param._local.numel() == 0
+        assert param.local.numel() == 0
         assert param.requires_grad is (name != "transformer.ln_f.bias")
 
 
@@ -212,13 +207,13 @@ def test_real_weights_become_the_source() -> None:
         assert torch.equal(source, value) and not source.requires_grad
 
 
-def test_either_order_and_again() -> None:
+def test_steps_in_either_order_and_repeated() -> None:
     orders = [
         [initialize_parameter_meta, lambda m: move_model_to_device(m, CPU)],
         [lambda m: move_model_to_device(m, CPU), initialize_parameter_meta],
     ]
     for steps in orders:
-        model = on_meta("OPTForCausalLM")
+        model = model_on_meta("OPTForCausalLM")
         for step in steps:
             step(model)
         params = dict(model.named_parameters())
@@ -234,7 +229,7 @@ def test_either_order_and_again() -> None:
             assert param.meta_info is metas[name] and param.meta_info.group is group
 
 
-def test_metadata_given_early_is_kept_with_real_weights() -> None:
+def test_metadata_from_before_survives_with_real_weights() -> None:
     model = nn.Linear(3, 2)
     value = model.weight.detach().clone()
     initialize_parameter_meta(model)
@@ -243,7 +238,7 @@ def test_metadata_given_early_is_kept_with_real_weights() -> None:
     assert model.weight.meta_info is meta and torch.equal(meta.source, value)
 
 
-def test_modules_that_list_their_parameters_follow() -> None:
+def test_modules_with_a_list_of_their_parameters_are_updated() -> None:
     model = nn.LSTM(4, 4)
     attach_parameter_meta(model, CPU)
     assert all(a is b for a, b in zip(model._flat_weights, model.parameters()))

@@ -1,4 +1,4 @@
-"""Checkpoints written by all ranks: what plain transformers writes, and never half of it."""
+"""Checkpoints written by all ranks: what transformers writes, completely or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.tiny import save
 from safetensors import safe_open
 from zoo.cases import find
 
-from paraxis.weights.save import Group, split
+from paraxis.weights.save import Group, assign_files
 from ranks import spawn_ranks
 
 
@@ -25,7 +25,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     for name in files:
         with safe_open(folder / name, "pt") as file:
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 -- it is no dictionary
+            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 -- not a dictionary
     return found
 
 
@@ -44,7 +44,7 @@ def saved(folder: str, target: str, size: int | str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2"])  # experts stored one by one; tied, transposed and packed weights
-def test_as_plain_transformers_does(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_checkpoints_are_those_of_transformers(ranks: Any, tmp_path: Path, name: str) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     find(name).make().save_pretrained(source)
     size = sum(t.numel() * t.itemsize for t in stored(source).values())
@@ -52,12 +52,12 @@ def test_as_plain_transformers_does(ranks: Any, tmp_path: Path, name: str) -> No
     assert same(stored(source), stored(target))
     weights = [name for name in found if name.endswith(".safetensors")]
     assert len(weights) >= 3 and not any(name.startswith(".") for name in found)
-    assert "model.safetensors" not in found, "what the index replaces is gone"
+    assert "model.safetensors" not in found, "the previous checkpoint is removed"
     assert {"config.json", "generation_config.json", "model.safetensors.index.json"} < set(found)
 
 
 def too_large(folder: str, target: str) -> None:
-    """The first rank may write small files only, as on a disk that is full."""
+    """Rank 0 can write small files only, as on a full disk."""
     import torch.distributed as dist
     from models.compare import parallel
 
@@ -82,7 +82,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     assert not [path for path in target.iterdir() if path.name.startswith(".saving")]
 
 
-def test_files_are_split_by_size() -> None:
+def test_files_are_assigned_by_size() -> None:
     groups = [Group([f"w{i}"], {f"w{i}": torch.empty(10, device="meta")}) for i in range(5)]
-    assert split(groups, 1000) == {"model.safetensors": ["w0", "w1", "w2", "w3", "w4"]}
-    assert [len(names) for names in split(groups, 90).values()] == [2, 2, 1]
+    assert assign_files(groups, 1000) == {"model.safetensors": ["w0", "w1", "w2", "w3", "w4"]}
+    assert [len(names) for names in assign_files(groups, 90).values()] == [2, 2, 1]

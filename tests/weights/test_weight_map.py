@@ -1,4 +1,4 @@
-"""Finding a checkpoint's tensors, matching them with parameters, and saying what does not fit."""
+"""Finding a checkpoint's tensors, matching them with parameters, and reporting all mismatches in one error."""
 
 from __future__ import annotations
 
@@ -11,24 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers.core_model_loading import Transpose, WeightConverter
-from weights.tiny_models import save, tiny_config, tiny_model
+from weights.tiny_models import matched, model_on_meta, save, tiny_model
 
 from paraxis.errors import CheckpointError
-from paraxis.weights import names as names_module
-from paraxis.weights.convert import Conversion, find_conversions
 from paraxis.weights.meta_init import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
-from paraxis.weights.weight_map import check_checkpoint, collect_weight_map, header_of, match_parameters, open_file
-
-
-def empty(name: str, **overrides: Any) -> Any:
-    with MetaAwareMethodsPatcher():
-        return getattr(transformers, name)(tiny_config(name, **overrides))
-
-
-def matched(model: Any, weight_map: dict[str, str]) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    params = attach_parameter_meta(model, torch.device("cpu"))
-    return params, match_parameters(params, tied_names(model), weight_map, model.base_model_prefix, model)
+from paraxis.weights.weight_map import OpenFiles, check_checkpoint, collect_weight_map, header_of, match_parameters
 
 
 def edit(folder: Path, change: Any) -> dict[str, str]:
@@ -56,7 +43,7 @@ def test_one_file_or_several(tmp_path: Path, files: int) -> None:
         assert collect_weight_map(tmp_path) == weight_map
 
 
-def test_a_single_file_counts_whatever_lies_beside_it(tmp_path: Path) -> None:
+def test_a_single_file_is_the_entire_checkpoint(tmp_path: Path) -> None:
     weight_map = collect_weight_map(save(tiny_model("GPT2LMHeadModel"), tmp_path))
     save_file({"x": torch.ones(1)}, tmp_path / "adapter_model.safetensors")
     assert collect_weight_map(tmp_path) == weight_map
@@ -80,13 +67,13 @@ def test_index_with_missing_files(tmp_path: Path) -> None:
         collect_weight_map(tmp_path)
 
 
-def test_index_that_is_none(tmp_path: Path) -> None:
+def test_invalid_index(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(CheckpointError, match="not an index"):
         collect_weight_map(tmp_path)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_file(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("version of a pointer to a file that was not fetched")
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*not a readable safetensors file"):
         collect_weight_map(tmp_path)
@@ -105,7 +92,7 @@ def test_a_tensor_in_two_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "OPTForCausalLM"])
 def test_exact_names(tmp_path: Path, name: str) -> None:
     weight_map = collect_weight_map(save(tiny_model(name), tmp_path))
-    model = empty(name)
+    model = model_on_meta(name)
     params, keys = matched(model, weight_map)
     assert keys == {name: name for name in params}
     check_checkpoint(params, keys, weight_map, tied_names(model))
@@ -115,17 +102,17 @@ def test_exact_names(tmp_path: Path, name: str) -> None:
 def test_a_tied_parameter_under_any_of_its_names(tmp_path: Path, saved: str) -> None:
     folder = save(tiny_model("LlamaForCausalLM", tie_word_embeddings=True), tmp_path)
     weight_map = edit(folder, lambda t: t.__setitem__(saved, t.pop("model.embed_tokens.weight")))
-    model = empty("LlamaForCausalLM", tie_word_embeddings=True)
+    model = model_on_meta("LlamaForCausalLM", tie_word_embeddings=True)
     params, keys = matched(model, weight_map)
     assert keys["model.embed_tokens.weight"] == saved
     check_checkpoint(params, keys, weight_map, tied_names(model))
 
 
 def test_a_checkpoint_of_the_base_model_and_of_the_head(tmp_path: Path) -> None:
-    whole = tiny_model("LlamaForCausalLM", tie_word_embeddings=True)
-    base_map = collect_weight_map(save(whole.model, tmp_path / "base"))
-    head_map = collect_weight_map(save(whole, tmp_path / "head"))
-    head = empty("LlamaForCausalLM", tie_word_embeddings=True)
+    model = tiny_model("LlamaForCausalLM", tie_word_embeddings=True)
+    base_map = collect_weight_map(save(model.model, tmp_path / "base"))
+    head_map = collect_weight_map(save(model, tmp_path / "head"))
+    head = model_on_meta("LlamaForCausalLM", tie_word_embeddings=True)
     params, keys = matched(head, base_map)
     assert set(keys) == set(params) and keys["model.norm.weight"] == "norm.weight"
     params, keys = matched(head.model, head_map)
@@ -133,7 +120,7 @@ def test_a_checkpoint_of_the_base_model_and_of_the_head(tmp_path: Path) -> None:
 
 
 def test_names_of_older_checkpoints(tmp_path: Path) -> None:
-    """transformers knows how the parts of this model were called in older versions."""
+    """transformers has a table of former names."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(**sizes, intermediate_size=32)
@@ -153,7 +140,7 @@ def test_names_of_older_checkpoints(tmp_path: Path) -> None:
     check_checkpoint(params, keys, weight_map, tied_names(model))
 
 
-def test_what_is_not_a_transformers_model(tmp_path: Path) -> None:
+def test_modules_that_are_not_of_transformers(tmp_path: Path) -> None:
     save_file({"0.weight": torch.ones(2, 3), "0.bias": torch.ones(2)}, tmp_path / "model.safetensors")
     model = nn.Sequential(nn.Linear(3, 2))
     params = attach_parameter_meta(model, torch.device("cpu"))
@@ -165,7 +152,7 @@ def test_what_is_not_a_transformers_model(tmp_path: Path) -> None:
 # -- checking ------------------------------------------------------------------------------------------------
 
 
-def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:
+def test_all_mismatches_are_in_one_error(tmp_path: Path) -> None:
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["lm_head.weight"] = torch.zeros(90, 32)
@@ -173,7 +160,7 @@ def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
 
     weight_map = edit(save(tiny_model("LlamaForCausalLM"), tmp_path), spoil)
-    model = empty("LlamaForCausalLM")
+    model = model_on_meta("LlamaForCausalLM")
     params, keys = matched(model, weight_map)
     with pytest.raises(CheckpointError) as error:
         check_checkpoint(params, keys, weight_map, tied_names(model))
@@ -189,11 +176,11 @@ def test_everything_wrong_is_in_one_error(tmp_path: Path) -> None:
 
 def test_a_conversion_between_float_dtypes_is_fine(tmp_path: Path) -> None:
     weight_map = collect_weight_map(save(tiny_model("GPT2LMHeadModel").half(), tmp_path))
-    params, keys = matched(empty("GPT2LMHeadModel"), weight_map)
+    params, keys = matched(model_on_meta("GPT2LMHeadModel"), weight_map)
     check_checkpoint(params, keys, weight_map)
 
 
-def test_an_index_that_does_not_tell_the_truth(tmp_path: Path) -> None:
+def test_an_index_with_wrong_entries(tmp_path: Path) -> None:
     save(tiny_model("LlamaForCausalLM"), tmp_path, 4)
     index = tmp_path / "model.safetensors.index.json"
     data = json.loads(index.read_text())
@@ -202,7 +189,7 @@ def test_an_index_that_does_not_tell_the_truth(tmp_path: Path) -> None:
     data["weight_map"]["model.norm.weight"] = next(file for file in files if file != moved)
     index.write_text(json.dumps(data))
     weight_map = collect_weight_map(tmp_path)
-    params, keys = matched(empty("LlamaForCausalLM"), weight_map)
+    params, keys = matched(model_on_meta("LlamaForCausalLM"), weight_map)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight: the index says it is in"):
         check_checkpoint(params, keys, weight_map)
 
@@ -215,7 +202,7 @@ def test_tied_parameters_with_two_values(tmp_path: Path, equal: bool) -> None:
             tensors["lm_head.weight"][-1, -1] += 1
 
     weight_map = edit(save(tiny_model("LlamaForCausalLM", tie_word_embeddings=True), tmp_path), untie)
-    model = empty("LlamaForCausalLM", tie_word_embeddings=True)
+    model = model_on_meta("LlamaForCausalLM", tie_word_embeddings=True)
     params, keys = matched(model, weight_map)
     if equal:
         check_checkpoint(params, keys, weight_map, tied_names(model))
@@ -224,56 +211,16 @@ def test_tied_parameters_with_two_values(tmp_path: Path, equal: bool) -> None:
             check_checkpoint(params, keys, weight_map, tied_names(model))
 
 
-def converted(model: Any, weight_map: dict[str, str]) -> list[Conversion]:
-    params = dict(model.named_parameters())
-    return find_conversions(
-        params, tied_names(model), header_of(weight_map), weight_map, model.base_model_prefix, model
-    )
+def test_headers_are_meta_tensors(tmp_path: Path) -> None:
+    save_file({"x": torch.ones(2, 3, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    header = header_of(collect_weight_map(tmp_path))("x")
+    assert header.is_meta and header.shape == (2, 3) and header.dtype == torch.bfloat16
+    with pytest.raises(CheckpointError, match="the index says it is in 'model.safetensors', where it is not"):
+        header_of({"y": str(tmp_path / "model.safetensors")})("y")
 
 
-def test_values_in_another_form_under_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A square weight that is stored transposed fits by name and by shape, and is still not the weight."""
-    source = tiny_model("LlamaForCausalLM")
-    weight_map = collect_weight_map(save(source, tmp_path))
-    turned = WeightConverter("self_attn.q_proj.weight", "self_attn.q_proj.weight", operations=[Transpose(0, 1)])
-    monkeypatch.setattr(names_module, "transforms", lambda model: ([], [turned]))
-    model = empty("LlamaForCausalLM")
-    params, keys = matched(model, weight_map)
-    assert len(keys) == len(params) - 2
-    conversions = converted(model, weight_map)
-    check_checkpoint(params, keys, weight_map, {}, conversions)
-    values = [conversion.run(read_whole(weight_map)) for conversion in conversions]
-    assert len(values) == 2
-    name = "model.layers.1.self_attn.q_proj.weight"
-    assert torch.equal(next(v[name] for v in values if name in v), dict(source.named_parameters())[name].T)
-
-
-def test_experts_saved_one_by_one(tmp_path: Path) -> None:
-    """transformers saves each expert by itself, and the model has them in one tensor."""
-    source = tiny_model("MixtralForCausalLM")
-    weight_map = collect_weight_map(save(source, tmp_path))
-    model = empty("MixtralForCausalLM")
-    params, keys = matched(model, weight_map)
-    conversions = converted(model, weight_map)
-    check_checkpoint(params, keys, weight_map, tied_names(model), conversions)
-    expected = dict(source.named_parameters())
-    values = {n: v for c in conversions for n, v in c.run(read_whole(weight_map)).items()}
-    assert set(values) == set(params) - set(keys)
-    assert all(torch.equal(value, expected[name]) for name, value in values.items())
-
-
-def test_a_conversion_that_does_not_fit(tmp_path: Path) -> None:
-    """Found from the headers: one expert of another width, and one that is not there."""
-    weight_map = collect_weight_map(save(tiny_model("MixtralForCausalLM"), tmp_path))
-    model = empty("MixtralForCausalLM", num_local_experts=2)
-    params, keys = matched(model, weight_map)
-    with pytest.raises(CheckpointError, match=r"gate_up_proj: stored in another form, as 8 tensors such as .* shape"):
-        check_checkpoint(params, keys, weight_map, tied_names(model), converted(model, weight_map))
-
-
-def read_whole(weight_map: dict[str, str]) -> Any:
-    def read(key: str) -> torch.Tensor:
-        with open_file(weight_map[key]) as handle:
-            return handle.get_tensor(key)
-
-    return read
+def test_files_stay_open_between_reads(tmp_path: Path) -> None:
+    path = str(tmp_path / "model.safetensors")
+    save_file({"x": torch.ones(2)}, path)
+    with OpenFiles() as files:
+        assert files[path] is files[path] and files[path].get_tensor("x").sum() == 2

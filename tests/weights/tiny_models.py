@@ -14,7 +14,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from paraxis.placement import REPLICATE, Layout, Placement, Shard
-from paraxis.weights.meta_init import MetaAwareMethodsPatcher, attach_parameter_meta
+from paraxis.weights.meta_init import MetaAwareMethodsPatcher, attach_parameter_meta, tied_names
+from paraxis.weights.weight_map import match_parameters
 
 transformers.logging.set_verbosity_error()
 
@@ -99,3 +100,15 @@ def planned(
     params = attach_parameter_meta(model, torch.device("cpu"), group)
     place(params, world)
     return model, params
+
+
+def model_on_meta(name: str, **overrides: Any) -> Any:
+    """A tiny model without memory for its parameters."""
+    with MetaAwareMethodsPatcher():
+        return getattr(transformers, name)(tiny_config(name, **overrides))
+
+
+def matched(model: Any, weight_map: dict[str, str]) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    """The parameters of a model, and the keys of a checkpoint that they match."""
+    params = attach_parameter_meta(model, torch.device("cpu"))
+    return params, match_parameters(params, tied_names(model), weight_map, model.base_model_prefix, model)

@@ -1,4 +1,4 @@
-"""Reading just a rank's slices gives just what slicing the whole would."""
+"""Loading a rank's shards: the values of sliced full tensors, and only those are read."""
 
 from __future__ import annotations
 
@@ -36,42 +36,42 @@ PLACEMENTS: dict[str, Placement] = {
     "repeating": Shard.of(1, Layout.of(4, [[(r, r + 1)] for r in range(4)])),
     "box": Shard.of({0: PACKED, 1: Layout.even(12, 4)}),
     "packed box": Shard.of({0: PACKED, 1: Layout.of(4, [[(r, r + 1)] for r in range(4)]), 2: Layout.even(4, 4)}),
-    "nothing on some": Shard.of(2, Layout.of(4, [[(0, 1)], [], [(1, 4)], []])),
+    "empty on some ranks": Shard.of(2, Layout.of(4, [[(0, 1)], [], [(1, 4)], []])),
 }
 
 
 @pytest.mark.parametrize("kind", sorted(PLACEMENTS))
-@pytest.mark.parametrize("most", [1, 128])
-def test_any_placement(tmp_path: Path, kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "_MAX_PIECES", most)
-    whole = torch.arange(16 * 12 * 4, dtype=torch.float32).view(16, 12, 4)
-    save_file({"w": whole}, tmp_path / "w.safetensors")
+@pytest.mark.parametrize("max_pieces", [1, 128])
+def test_shards_of_any_placement(tmp_path: Path, kind: str, max_pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_MAX_PIECES", max_pieces)
+    full = torch.arange(16 * 12 * 4, dtype=torch.float32).view(16, 12, 4)
+    save_file({"w": full}, tmp_path / "w.safetensors")
     placement = PLACEMENTS[kind]
     with safe_open(tmp_path / "w.safetensors", "pt") as handle:
         for rank in range(4):
             shard = load_shard(handle, "w", placement, (16, 12, 4), rank, torch.float64, CPU)
             assert shard.dtype == torch.float64 and shard.is_contiguous()
-            assert torch.equal(shard, slice_box(whole, placement, rank).double())
+            assert torch.equal(shard, slice_box(full, placement, rank).double())
 
 
 def test_scalars_and_vectors(tmp_path: Path) -> None:
     save_file({"s": torch.tensor(3.0), "v": torch.arange(6)}, tmp_path / "w.safetensors")
     with safe_open(tmp_path / "w.safetensors", "pt") as handle:
         assert load_shard(handle, "s", REPLICATE, (), 0, torch.float32, CPU).item() == 3
-        split = Shard.of(0, Layout.even(6, 4))
-        parts = [load_shard(handle, "v", split, (6,), r, torch.int64, CPU).tolist() for r in range(4)]
+        even = Shard.of(0, Layout.even(6, 4))
+        parts = [load_shard(handle, "v", even, (6,), r, torch.int64, CPU).tolist() for r in range(4)]
         assert parts == [[0, 1], [2, 3], [4], [5]]
 
 
 def test_only_the_slices_are_read() -> None:
-    """The pieces asked of the file are no larger than the shard."""
-    whole = torch.arange(16 * 12 * 4).view(16, 12, 4)
+    """As many elements as the shard has."""
+    full = torch.arange(16 * 12 * 4).view(16, 12, 4)
     read = []
 
     class Stored:
         def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-            read.append(whole[index].numel())
-            return whole[index]
+            read.append(full[index].numel())
+            return full[index]
 
     class Handle:
         def get_slice(self, key: str) -> Stored:
@@ -85,7 +85,7 @@ def test_only_the_slices_are_read() -> None:
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "FalconForCausalLM"])
 @pytest.mark.parametrize("files", [1, 3])
-def test_whole_models(tmp_path: Path, name: str, files: int) -> None:
+def test_models_in_one_file_and_in_several(tmp_path: Path, name: str, files: int) -> None:
     real = tiny_model(name)
     weight_map = collect_weight_map(save(real, tmp_path, files))
     values = dict(real.named_parameters())
@@ -98,11 +98,11 @@ def test_whole_models(tmp_path: Path, name: str, files: int) -> None:
         for key, param in model.named_parameters():
             meta = param.meta_info
             assert param is before[key] and not meta.need_initialize
-            assert torch.equal(param._local, slice_box(values[key].detach(), meta.placement, rank)), key
+            assert torch.equal(param.local, slice_box(values[key].detach(), meta.placement, rank)), key
             assert all(piece.source == keys[key] for piece in meta.mapping.values())
 
 
-def test_the_mapping_says_where_each_slice_came_from() -> None:
+def test_the_mapping_has_the_source_of_every_slice() -> None:
     mapping = slice_mapping(Shard.of(0, PACKED), (16, 3), 2, 0, "w")
     assert {(k.start, k.stop): v.index for k, v in mapping.items()} == {
         (0, 2): slice(4, 6),
@@ -113,16 +113,16 @@ def test_the_mapping_says_where_each_slice_came_from() -> None:
     assert slice_mapping(REPLICATE, (), 0, 0, "w")[HashableSlice()].index is None
 
 
-def test_a_dtype_of_its_own_and_memory_of_its_own(tmp_path: Path) -> None:
+def test_other_dtypes_are_converted_into_own_memory(tmp_path: Path) -> None:
     weight_map = collect_weight_map(save(tiny_model("GPT2LMHeadModel").bfloat16(), tmp_path))
     with fake_rank(0, 2) as group:
         model, params = planned("GPT2LMHeadModel", 2, group)
         keys = match_parameters(params, tied_names(model), weight_map, model.base_model_prefix, model)
         load_parameters(params, keys, weight_map, 0, CPU)
         for file in set(weight_map.values()):
-            Path(file).write_bytes(b"")  # what is loaded does not hang on the file
-        assert all(p._local.dtype == torch.float32 for p in params.values())  # type: ignore[attr-defined]
-        assert all(p._local.isfinite().all() for p in params.values())  # type: ignore[attr-defined]
+            Path(file).write_bytes(b"")  # what is loaded does not depend on the file
+        assert all(p.local.dtype == torch.float32 for p in params.values())  # type: ignore[attr-defined]
+        assert all(p.local.isfinite().all() for p in params.values())  # type: ignore[attr-defined]
 
 
 def test_parameters_that_are_not_planned(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_slices_of_a_module_with_weights() -> None:
             sources = [p.meta_info.source.data_ptr() for p in params.values()]  # type: ignore[attr-defined]
             slice_parameters(params, rank, CPU)
         for (name, param), source in zip(params.items(), sources):
-            meta, local = param.meta_info, param._local  # type: ignore[attr-defined]
+            meta, local = param.meta_info, param.local  # type: ignore[attr-defined]
             assert meta.source is None and not meta.need_initialize
             assert torch.equal(local, slice_box(values[name], meta.placement, rank))
             assert local.is_contiguous() and local.data_ptr() != source
@@ -187,7 +187,7 @@ def load_and_gather(folder: str, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_ranks_hold_the_whole(tmp_path: Path, name: str, ranks) -> None:  # type: ignore[no-untyped-def]
+def test_gathered_shards_are_the_full_tensors(tmp_path: Path, name: str, ranks) -> None:  # type: ignore[no-untyped-def]
     real = tiny_model(name)
     save(real, tmp_path, 3)
     for gathered in ranks(2).run(load_and_gather, str(tmp_path), name):
@@ -206,20 +206,20 @@ def test_same_as_transformers(tmp_path: Path) -> None:
         load_parameters(params, keys, weight_map, 0, CPU)
     assert set(params) == set(reference)
     for key, param in params.items():
-        assert torch.equal(param._local, reference[key]), key  # type: ignore[attr-defined]
+        assert torch.equal(param.local, reference[key]), key  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", sorted(PLACEMENTS))
-def test_shards_that_stay_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """They have the values that any other shard has, outlive the open file, and can be written to without it."""
-    monkeypatch.setattr(load, "_MAPPED", 0)
-    whole = torch.randn(16, 12, 4)
+def test_mapped_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The same values; they outlive the open file, and writing to them does not change it."""
+    monkeypatch.setattr(load, "_MIN_MAPPED_BYTES", 0)
+    full = torch.randn(16, 12, 4)
     path = tmp_path / "model.safetensors"
-    save_file({"x": whole}, path)
+    save_file({"x": full}, path)
     before = path.read_bytes()
     mapped = 0
     for rank in range(4):
-        expected = slice_box(whole, PLACEMENTS[kind], rank)
+        expected = slice_box(full, PLACEMENTS[kind], rank)
         with safe_open(path, "pt") as handle:
             shard = load_shard(handle, "x", PLACEMENTS[kind], (16, 12, 4), rank, torch.float32, CPU)
             mapped += (

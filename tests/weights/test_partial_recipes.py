@@ -1,4 +1,4 @@
-"""Parts of what transformers' recipes make of stored tensors, against the whole."""
+"""Parts of the results of transformers' conversion recipes, against the full results."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 import torch
 from transformers import core_model_loading as recipes
 
-from paraxis.weights.partial_recipes import Index, TracedRecipe, whole
+from paraxis.weights.partial_recipes import Index, TracedRecipe, full_index
 
 STORED = {f"e.{i}.{name}": torch.randn(12, 8) for i in range(4) for name in ("gate", "up")}
 
 
 def experts(read: Any) -> dict[str, torch.Tensor]:
-    """Stacked, then joined: [experts, gate and up, hidden]."""
-    given = {name: [read(f"e.{i}.{name}") for i in range(4)] for name in ("gate", "up")}
-    stacked = recipes.MergeModulelist(dim=0).convert(given, ["gate", "up"], ["gate_up"])
+    """Stacked, then concatenated: [experts, gate and up, hidden]."""
+    stored = {name: [read(f"e.{i}.{name}") for i in range(4)] for name in ("gate", "up")}
+    stacked = recipes.MergeModulelist(dim=0).convert(stored, ["gate", "up"], ["gate_up"])
     return recipes.Concatenate(dim=1).convert(stacked, ["gate", "up"], ["gate_up"])
 
 
-def turned(read: Any) -> dict[str, torch.Tensor]:
-    (made,) = experts(read).values()
-    return recipes.Transpose(1, 2).convert({"x": [made]}, ["x"], ["x"])
+def transposed(read: Any) -> dict[str, torch.Tensor]:
+    (merged,) = experts(read).values()
+    return recipes.Transpose(1, 2).convert({"x": [merged]}, ["x"], ["x"])
 
 
 def in_chunks(read: Any) -> dict[str, torch.Tensor]:
@@ -31,8 +31,8 @@ def in_chunks(read: Any) -> dict[str, torch.Tensor]:
 
 
 def interleaved(read: Any) -> dict[str, torch.Tensor]:
-    (made,) = experts(read).values()
-    return recipes.Interleave(dim=1).convert({"x": [made]}, ["x"], ["x"])
+    (merged,) = experts(read).values()
+    return recipes.Interleave(dim=1).convert({"x": [merged]}, ["x"], ["x"])
 
 
 def for_rope(read: Any) -> dict[str, torch.Tensor]:
@@ -42,13 +42,13 @@ def for_rope(read: Any) -> dict[str, torch.Tensor]:
 
 
 def others(read: Any) -> dict[str, torch.Tensor]:
-    """Narrowed, given a dimension, and flattened."""
+    """Narrowed, unsqueezed, and flattened."""
     weight = read("e.1.up")
     return {"a": weight[2:-1].unsqueeze(0), "b": weight.reshape(-1)[8:], "c": weight.T.contiguous().view(2, 4, 12)}
 
 
 def arithmetic(read: Any) -> dict[str, torch.Tensor]:
-    """Nothing that only moves elements."""
+    """Operators that do more than move elements."""
     return {"x": torch.stack([read("e.0.up") * 2, read("e.1.up").flip(0)])}
 
 
@@ -71,14 +71,14 @@ def read(out: torch.Tensor, key: str, index: Index) -> None:
     out.copy_(take(STORED[key], index))
 
 
-@pytest.mark.parametrize("recipe", [experts, turned, in_chunks, interleaved, for_rope, others, arithmetic])
-def test_any_part(recipe: Any) -> None:
+@pytest.mark.parametrize("recipe", [experts, transposed, in_chunks, interleaved, for_rope, others, arithmetic])
+def test_parts_of_results(recipe: Any) -> None:
     traced = TracedRecipe(recipe, {key: value.to("meta") for key, value in STORED.items()})
     expected = recipe(STORED.__getitem__)
     assert traced.shapes == {name: tuple(value.shape) for name, value in expected.items()}
     chosen = random.Random(0)
     for name, value in expected.items():
-        for index in [whole(tuple(value.shape)), *(draw(tuple(value.shape), chosen) for _ in range(40))]:
+        for index in [full_index(tuple(value.shape)), *(draw(tuple(value.shape), chosen) for _ in range(40))]:
             part = take(value, index)
             out = torch.full(part.shape, torch.nan, dtype=torch.float64)
             traced.fill(out, name, index, read)
@@ -90,13 +90,13 @@ def test_any_part(recipe: Any) -> None:
     [
         (experts, (((0, 4),), ((0, 6), (12, 18)), ((0, 8),))),  # a half of gate and of up
         (experts, (((1, 3),), ((0, 24),), ((0, 8),))),  # two experts
-        (turned, (((0, 4),), ((0, 8),), ((3, 6), (15, 18)))),
+        (transposed, (((0, 4),), ((0, 8),), ((3, 6), (15, 18)))),
         (in_chunks, (((0, 4),), ((4, 8),))),
         (interleaved, (((0, 4),), ((0, 6), (12, 18)), ((0, 8),))),
         (for_rope, (((4, 8),), ((0, 8),))),  # one head
     ],
 )
-def test_no_more_is_read_than_the_part_is_made_of(recipe: Any, index: Index) -> None:
+def test_only_the_needed_elements_are_read(recipe: Any, index: Index) -> None:
     traced = TracedRecipe(recipe, {key: value.to("meta") for key, value in STORED.items()})
     name = next(iter(traced.shapes))
     elements = []

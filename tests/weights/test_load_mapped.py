@@ -1,4 +1,4 @@
-"""Shards that stay in the file: what is written to them does not reach it, and the file may be replaced."""
+"""Memory-mapped shards: training on them does not change the file, and the file may be replaced."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def fingerprint(folder: str) -> str:
 
 
 def trained(folder: str) -> dict[str, Any]:
-    """A step of SGD on mapped shards beside the unsharded model, then saved over the files that they lie in."""
+    """A step of SGD on mapped shards beside the unsharded model, then saved over the mapped files."""
     from paraxis.weights import load
 
-    before, load._MAPPED = load._MAPPED, 0
+    before, load._MIN_MAPPED_BYTES = load._MIN_MAPPED_BYTES, 0
     try:
         model, _ = parallel(folder)
     finally:
-        load._MAPPED = before
+        load._MIN_MAPPED_BYTES = before
     maps = Path("/proc/self/maps").read_text().count("model.safetensors")
     unsharded = reference(folder)
-    kept = fingerprint(folder)
+    digest = fingerprint(folder)
     ids, labels = batch(model.config.vocab_size)
     for each in (model, unsharded):
         optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
         each(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()
-    same = fingerprint(folder) == kept
+    same = fingerprint(folder) == digest
     torch.distributed.barrier()
     model.save_pretrained(folder)
     with torch.no_grad():
@@ -43,7 +43,7 @@ def trained(folder: str) -> dict[str, Any]:
 
 
 @long
-def test_they_are_written_to_and_the_file_is_not(ranks: Any, tmp_path: Path) -> None:
+def test_training_writes_to_the_shards_and_not_to_the_file(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2).run(trained, save("llama", tmp_path)):
         assert found["maps"] and found["same"]
         assert found["off"] < 1e-4 and found["saved"] < 1e-4
