@@ -86,6 +86,8 @@ def test_commands_exist() -> None:
                 group.commands[arguments[0]].make_context(arguments[0], arguments[1:])
             except Exception as error:
                 pytest.fail(f"{where}: paraxis {' '.join(arguments)}: {error}")
+        hidden = {name for p in group.commands[arguments[0]].params if getattr(p, "hidden", False) for name in p.opts}
+        assert not hidden & set(arguments), f"{where}: {hidden & set(arguments)} is deprecated"
         count += 1
     assert count > 20
 
