@@ -1,4 +1,4 @@
-"""The plan: plain data both ways, and the text made of it."""
+"""The plan: JSON both ways, also of the previous version, and the table."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ from rich.console import Console
 from torch import nn
 
 from paraxis import plan_model
-from paraxis.placement import REPLICATE, Layout, Shard
-from paraxis.plan import CollectivePlan, LayerPlan, Plan
+from paraxis.placement import REPLICATE, Layout, Placement, Shard, local_shape
+from paraxis.plan import CollectivePlan, LayerPlan, Memory, ParameterPlan, Plan
 
 
 def small_plan(rank: int = 0, layers: int = 3) -> Plan:
-    """A plan for two ranks with an uneven embedding, so that the ranks' shards differ."""
-    plan = Plan(2, cost=0.25, optimal=True)
-    plan.add_parameter("embed.weight", Shard.of(0, Layout.even(13, 2)), (13, 4), rank)
-    plan.add_parameter("norm.weight", REPLICATE, (4,), rank)
-    plan.layers.append(
-        LayerPlan(
-            "embed", "embedding", "vocab", True, False, False, (13, 4), plan.parameters["embed.weight"].local_shape
-        )
-    )
+    """A plan for two ranks, with the shapes of one of them. The embedding is uneven, so that they differ."""
+    parameters: dict[str, ParameterPlan] = {}
+
+    def add(name: str, placement: Placement, shape: tuple[int, ...]) -> tuple[int, ...]:
+        parameters[name] = ParameterPlan(placement, shape, local_shape(placement, shape, rank))
+        return parameters[name].local_shape
+
+    local = add("embed.weight", Shard.of(0, Layout.even(13, 2)), (13, 4))
+    found = [LayerPlan("embed", "embedding", "vocab", True, False, False, (13, 4), local)]
+    add("norm.weight", REPLICATE, (4,))
     for k in range(layers):
-        plan.add_parameter(f"layers.{k}.up.weight", Shard.of(0, Layout.even(8, 2)), (8, 4), rank)
-        plan.add_parameter(f"layers.{k}.gate.weight", REPLICATE, (6, 4), rank)
-        plan.layers.append(LayerPlan(f"layers.{k}.up", "linear", "column", False, False, False, (8, 4), (4, 4)))
-        plan.layers.append(LayerPlan(f"layers.{k}.gate", "linear", None, False, False, False, (6, 4), (6, 4)))
-        plan.collectives.append(CollectivePlan("all_reduce", f"layers.{k}.down", (1, None, 4), "float32"))
-        plan.replicated.append((f"layers.{k}.gate.weight", "no rule for aten.foo"))
-        plan.gathered.append((f"layers.{k}.gate", "aten.foo on a sharded tensor"))
-    plan.collectives.append(CollectivePlan("all_gather", "head", (1, None, 13), "float32"))
-    plan.replicated.append(("norm.weight", "a vector"))
-    return plan
+        local = add(f"layers.{k}.up.weight", Shard.of(0, Layout.even(8, 2)), (8, 4))
+        found.append(LayerPlan(f"layers.{k}.up", "linear", "column", False, False, False, (8, 4), local))
+        local = add(f"layers.{k}.gate.weight", REPLICATE, (6, 4))
+        found.append(LayerPlan(f"layers.{k}.gate", "linear", None, False, False, False, (6, 4), local))
+    reduces = [CollectivePlan("all_reduce", f"layers.{k}.down", (1, None, 4), "float32") for k in range(layers)]
+    gates = [(f"layers.{k}.gate.weight", "no rule for aten.foo") for k in range(layers)]
+    return Plan(
+        2,
+        layers=found,
+        parameters=parameters,
+        collectives=[*reduces, CollectivePlan("all_gather", "head", (1, None, 13), "float32")],
+        replicated=[*gates, ("norm.weight", "a vector")],
+        gathered=[(f"layers.{k}.gate", "aten.foo on a sharded tensor") for k in range(layers)],
+        cost=0.25,
+        optimal=True,
+    )
 
 
 def render(plan: Plan) -> str:
@@ -55,6 +62,16 @@ def test_json_round_trip() -> None:
     assert again.replicated[-1] == ("norm.weight", "a vector")
 
 
+def test_json_of_the_previous_version_loads() -> None:
+    data = small_plan().to_json()
+    data["memory"] = {"parameters": 8, "buffers": 0, "unknown": "no cache", "uncounted": "no ids", "total": 8}
+    memory = Plan.from_json(json.loads(json.dumps(data))).memory
+    assert memory == Memory(8, 0, cache_error="no cache", activations_error="no ids")
+    for former, value in (("unknown", "no cache"), ("uncounted", "no ids")):
+        with pytest.warns(DeprecationWarning, match=f"Memory.{former} is deprecated"):
+            assert getattr(memory, former) == value
+
+
 def test_json_is_the_same_on_every_rank() -> None:
     assert small_plan(0) != small_plan(1)
     assert small_plan(0).to_json() == small_plan(1).to_json()
@@ -69,13 +86,12 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert Plan.load(path) == small_plan()
 
 
-def test_sharded_fraction_is_that_of_the_fullest_rank() -> None:
+def test_sharded_fraction_is_that_of_the_largest_shard() -> None:
     plan = small_plan(rank=1, layers=1)
     total = 13 * 4 + 4 + 8 * 4 + 6 * 4
     assert plan.sharded_fraction == pytest.approx((7 * 4 + 4 + 4 * 4 + 6 * 4) / total)
     assert Plan(2).sharded_fraction == 1.0
-    even = Plan(4)
-    even.add_parameter("w", Shard.of(1, Layout.even(8, 4)), (3, 8), 0)
+    even = Plan(4, parameters={"w": ParameterPlan(Shard.of(1, Layout.even(8, 4)), (3, 8), (3, 2))})
     assert even.sharded_fraction == 0.25
 
 
@@ -90,16 +106,35 @@ def test_table_shows_repeated_blocks_once() -> None:
     row = next(line for line in text.splitlines() if "layers.*.up" in line)
     assert "3" in row and "column" in row and "8×4" in row and "4×4" in row
     gate = next(line for line in text.splitlines() if "layers.*.gate " in line and "linear" in line)
-    assert "whole" in gate
+    assert gate.count("replicated") == 2
+    embed = next(line for line in text.splitlines() if "embed " in line)
+    assert "vocab" in embed and "all-reduce" in embed
     assert "Plan for 2 ranks" in text and f"{small_plan().sharded_fraction:.1%}" in text
 
 
-def test_caption_says_what_is_whole_and_why() -> None:
+@pytest.mark.parametrize(
+    ("axis", "gather_output", "sequence_parallel", "collective"),
+    [
+        ("row", True, False, "all-reduce"),
+        ("row", True, True, "reduce-scatter"),
+        ("vocab", True, False, "all-reduce"),
+        ("column", True, False, "all-gather"),
+        ("column", False, True, ""),
+        (None, False, False, ""),
+    ],
+)
+def test_the_collective_of_a_layer(
+    axis: str | None, gather_output: bool, sequence_parallel: bool, collective: str
+) -> None:
+    assert LayerPlan("layer", "linear", axis, gather_output, False, sequence_parallel).collective == collective
+
+
+def test_caption_says_what_is_replicated_and_why() -> None:
     text = render(small_plan())
-    assert "3 all_reduce, 1 all_gather" in text
-    assert text.count("Whole: layers.*.gate.weight: no rule for aten.foo") == 1
+    assert "Collectives per forward pass: 3 all-reduce, 1 all-gather." in text
+    assert text.count("Replicated: layers.*.gate.weight: no rule for aten.foo") == 1
     assert text.count("Gathered: layers.*.gate: aten.foo on a sharded tensor") == 1
-    assert "norm.weight" not in text  # a vector is no news
+    assert "norm.weight" not in text  # vectors are always replicated
     assert "none" in render(Plan(2))
 
 
