@@ -50,7 +50,7 @@ _WIDER = {
 
 @dataclass
 class CollectiveCount:
-    """How often each collective ran, and how many bytes the whole tensors had that they dealt with."""
+    """How often each collective ran, and the bytes of the full tensors that they communicated."""
 
     counts: dict[str, int] = field(default_factory=Counter)
     bytes: int = 0
@@ -259,12 +259,12 @@ def all_gather(tensor: torch.Tensor, group: dist.ProcessGroup, dim: int = -1) ->
         return torch.cat([_ops.wait_tensor(part) for part in parts], dim)
     host = _host(tensor, group)
     if host is not None:
-        whole = host.all_gather(tensor)
+        stacked = host.all_gather(tensor)
     else:
         flat = _ops.wait_tensor(_ops.all_gather_into_tensor(dense(tensor), world, group.group_name))
-        whole = flat.unflatten(0, (world, tensor.shape[0]))
+        stacked = flat.unflatten(0, (world, tensor.shape[0]))
     # No copy if all dimensions before `dim` have size one, as in decoding a single token.
-    return whole.movedim(0, dim).flatten(dim, dim + 1)
+    return stacked.movedim(0, dim).flatten(dim, dim + 1)
 
 
 @_collective

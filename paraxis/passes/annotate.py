@@ -22,8 +22,8 @@ class ParallelLayerAnnotatePass(AnalyzeBase):
     """Write the solution on every Linear, Embedding and CrossEntropy node of the captured graph.
 
     ``node.meta`` gets ``axis`` ("column": weight split on its output dimension, "row": on its input dimension, "vocab":
-    a table, or the classes of a loss, split by token id; None: computed whole), ``gather_output`` (column: somebody
-    needs the whole result; row and vocab: always, since the partial sums are reduced), ``input_is_parallel`` (the
+    a table, or the classes of a loss, split by token id; None: replicated), ``gather_output`` (column: a consumer
+    needs the full result; row and vocab: always, since the partial sums are reduced), ``input_is_parallel`` (the
     input arrives split) and ``sequence_parallel``. The same fields are the pass's marker.
 
     A layer is a matrix product or look-up with a parameter, in whatever form the model writes it (``linear``, ``addmm``

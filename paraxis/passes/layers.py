@@ -33,7 +33,7 @@ class Layer:
 
     @property
     def axis(self) -> str | None:
-        """ "column", "row", "vocab", or None if it is computed whole."""
+        """ "column", "row", "vocab", or None if it is replicated."""
         return self.strategy.kind or None
 
 
@@ -67,19 +67,19 @@ def _layer(step: Step, solved: Solved) -> Layer | None:
         x, w, flip = 0, node.args[1], True
     else:
         return None
-    weight, turned = _parameter(w, solved)
+    weight, flipped = _parameter(w, solved)
     if weight is None or len(solved.parameters[weight].shape) != 2:
         return None
     owner = bias if isinstance(bias, Node) and bias in solved.parameters else None
-    return Layer(step, "linear", strategy, step.inputs[x], weight, owner, flip != turned)
+    return Layer(step, "linear", strategy, step.inputs[x], weight, owner, flip != flipped)
 
 
 def _parameter(node: object, solved: Solved) -> tuple[Node | None, bool]:
     """The parameter behind an operand, looking through a transpose."""
-    turned = False
+    flipped = False
     while isinstance(node, Node) and node.target in _TRANSPOSES and node not in solved.parameters:
-        node, turned = node.args[0], not turned
-    return (node, turned) if isinstance(node, Node) and node in solved.parameters else (None, False)
+        node, flipped = node.args[0], not flipped
+    return (node, flipped) if isinstance(node, Node) and node in solved.parameters else (None, False)
 
 
 def uses(solved: Solved) -> dict[Value, list[tuple[Step | None, int]]]:
@@ -96,7 +96,7 @@ def _is_elementwise(step: Step) -> bool:
 
 
 def is_gathered(value: Value, solution: Solution, users: dict[Value, list[tuple[Step | None, int]]]) -> bool:
-    """Whether somebody needs a sharded value whole, looking through elementwise operators on it alone (a cast)."""
+    """Whether a consumer needs all of a sharded value, looking through elementwise operators on it alone (a cast)."""
     for step, i in users.get(value, []):
         if step is None:
             if isinstance(solution.results[i], Replicate):

@@ -21,7 +21,7 @@ _REDUCTIONS = ("none", "mean", "sum")
 def make_layer(
     layer: Layer, strategy: Strategy, solved: Solved, ctx: ParallelExecutionCtx
 ) -> tuple[str, nn.Module] | None:
-    """(path, module), or None where the operator itself does: a whole layer, or a weight that is no parameter.
+    """(path, module), or None where the operator itself does: a replicated layer, or a weight that is no parameter.
 
     A layer is made once: later captures find it in ``ctx.parallel_layer_cache``. Its collectives are off, since the
     partitioner places them where they are needed.

@@ -134,7 +134,7 @@ class Partitioner:
     def _emit_step(self, step: Step, strategy: Strategy) -> None:
         self._asking = step
         locals_ = [self.fetch(v, p) for v, p in zip(step.inputs, strategy.inputs, strict=True)]
-        if step.node.target is mark_output_op:  # it has done its work: the value is whole
+        if step.node.target is mark_output_op:  # it has done its work: the value is replicated
             self.nodes[step.node] = locals_[0]
             self._define(step.outputs[0], strategy.outputs[0], locals_[0])
             return
@@ -316,7 +316,7 @@ class Partitioner:
         return self.graph.call_function(operator.mul, (repeats, layout.period))
 
     def _plain(self, tree: Any) -> Any:
-        """Arguments of a node that is no operator on tensors, or needs them whole."""
+        """Arguments of a node that is no operator on tensors, or needs full tensors."""
         return torch.fx.map_arg(tree, lambda n: self.fetch(value_of(n), REPLICATE) if is_tensor(n) else self.nodes[n])
 
 
