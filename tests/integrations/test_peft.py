@@ -1,4 +1,4 @@
-"""LoRA adapters on a parallel model, put on before it is parallelized or after."""
+"""LoRA adapters on a parallel model, added before it is parallelized or after."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from marks import long
-from models.compare import batch, context, reference
+from models.compare import batch, context, full, reference
 from models.tiny import save
 from torch import nn
 
 from paraxis import parallelize_model
 from paraxis.integrations.peft import save_adapters
-from paraxis.tensor.sharded_tensor import ShardedTensor
 
 peft = pytest.importorskip("peft")
 
@@ -41,7 +40,7 @@ def lora(name: str, dropout: float = 0.0, **options: Any) -> Any:
 
 
 def with_adapters(model: Any, name: str, seed: int = 5, **options: Any) -> Any:
-    """The model with random adapters: as they are made, they do nothing."""
+    """The model with random adapters: freshly initialized ones are the identity."""
     torch.manual_seed(seed)
     model = peft.get_peft_model(model, lora(name, **options))
     generator = torch.Generator().manual_seed(6)
@@ -57,7 +56,7 @@ def adapted(folder: str, name: str, order: str, **options: Any) -> tuple[Any, An
     ctx, plain = context(), reference(folder)
     if order == "before":
         return parallelize_model(with_adapters(plain, name, **options), ctx, show_progress=False), ctx
-    # After: every rank draws other adapters, of which the first rank's are taken.
+    # After: every rank initializes different adapters, and rank 0's are used.
     model = parallelize_model(plain, ctx, show_progress=False)
     return with_adapters(model, name, seed=5 + dist.get_rank(), **options), ctx
 
@@ -76,18 +75,14 @@ def train(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> list[float]:
     return losses
 
 
-def whole(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.full_tensor() if isinstance(parameter, ShardedTensor) else parameter
-
-
 def trains(folder: str, name: str, order: str, target: str) -> dict[str, Any]:
-    """Train the adapters beside the unsharded model, save them, and what the parallel model says then."""
+    """Train the adapters beside the unsharded model and save them; the results of the parallel model."""
     model, ctx = adapted(folder, name, order)
     right = with_adapters(reference(folder), name)
     ids, labels = batch(256)
     losses, expected = train(model, ids, labels), train(right, ids, labels)
     errors = {
-        key: float((whole(p) - q).detach().norm() / q.norm().clamp(min=1e-6))
+        key: float((full(p) - q).detach().norm() / q.norm().clamp(min=1e-6))
         for (key, p), (_, q) in zip(model.named_parameters(), right.named_parameters(), strict=True)
     }
     trained = {key for key, p in model.named_parameters() if p.requires_grad}
@@ -97,13 +92,13 @@ def trains(folder: str, name: str, order: str, target: str) -> dict[str, Any]:
     with torch.no_grad():
         logits = model(input_ids=ids).logits
         tokens = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False)
-    if order == "before":  # a copy runs on its own weights, adapters too
-        twin = copy.deepcopy(model)
+    if order == "before":  # a copy has its own weights, adapters too
+        copied = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-            assert (twin(input_ids=ids).logits - logits).abs().max() < 1e-5
-            assert torch.equal(twin.generate(input_ids=ids, max_new_tokens=4, do_sample=False), tokens)
+            assert (copied(input_ids=ids).logits - logits).abs().max() < 1e-5
+            assert torch.equal(copied.generate(input_ids=ids, max_new_tokens=4, do_sample=False), tokens)
     kinds = {type(p).__name__ for key, p in model.named_parameters() if "lora_" in key}
     reasons = {reason for key, reason in ctx.plan.replicated if "lora_" in key}
     return {
@@ -135,9 +130,8 @@ def check_trained(results: list[dict[str, Any]], folder: str, target: str) -> No
         assert torch.equal(found["tokens"], tokens)
 
 
-@long
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_adapters_put_on_before(ranks: Any, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=long)])
+def test_adapters_added_before_parallelizing(ranks: Any, tmp_path: Path, name: str) -> None:
     folder, target = tiny(name, tmp_path / "model"), str(tmp_path / "adapter")
     results = ranks(2).run(trains, folder, name, "before", target)
     check_trained(results, folder, target)
@@ -145,7 +139,7 @@ def test_adapters_put_on_before(ranks: Any, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=long)])
-def test_adapters_put_on_after(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_adapters_added_after_parallelizing(ranks: Any, tmp_path: Path, name: str) -> None:
     folder, target = tiny(name, tmp_path / "model"), str(tmp_path / "adapter")
     results = ranks(2).run(trains, folder, name, "after", target)
     check_trained(results, folder, target)
@@ -154,7 +148,7 @@ def test_adapters_put_on_after(ranks: Any, tmp_path: Path, name: str) -> None:
 
 
 def loads(folder: str, adapter: str) -> list[torch.Tensor]:
-    """The adapter in a parallel model, with it, without it, merged into the weights, and gone again."""
+    """Logits without the adapter, with it, disabled, merged, unmerged, and merged for good."""
     model = parallelize_model(reference(folder), context(), show_progress=False)
     ids, _ = batch(256)
     with torch.no_grad():
@@ -175,7 +169,7 @@ def loads(folder: str, adapter: str) -> list[torch.Tensor]:
 
 @long
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_an_adapter_that_was_trained_unsharded(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_adapters_of_an_unsharded_model_load_merge_and_unload(ranks: Any, tmp_path: Path, name: str) -> None:
     folder = tiny(name, tmp_path / "model")
     plain = with_adapters(reference(folder), name).eval()
     plain.save_pretrained(tmp_path / "adapter")
@@ -210,7 +204,7 @@ def test_adapters_on_a_compiled_model(ranks: Any, tmp_path: Path) -> None:
 
 
 def drops(folder: str) -> list[Any]:
-    """Losses with dropout on the adapters, and their gradients: the ranks draw alike where tensors are whole."""
+    """Losses with dropout on the adapters, and their gradients: ranks draw the same numbers for replicated tensors."""
     found = []
     for order in ("before", "after"):
         model, _ = adapted(folder, "llama", order, dropout=0.5)
@@ -219,7 +213,7 @@ def drops(folder: str) -> list[Any]:
         torch.manual_seed(dist.get_rank())
         losses = [model(input_ids=ids, labels=labels).loss for _ in range(2)]
         losses[0].backward()
-        gradients = [whole(p.grad) for p in model.parameters() if p.requires_grad]
+        gradients = [full(p.grad) for p in model.parameters() if p.requires_grad]
         with torch.no_grad():
             model.eval()
             found.append([losses[0].detach(), losses[1].detach(), model(input_ids=ids, labels=labels).loss, *gradients])
@@ -227,7 +221,7 @@ def drops(folder: str) -> list[Any]:
 
 
 @long
-def test_dropout_on_adapters(ranks: Any, tmp_path: Path) -> None:
+def test_dropout_on_adapters_is_the_same_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path)
     ids, labels = batch(256)
     with torch.no_grad():
@@ -236,17 +230,17 @@ def test_dropout_on_adapters(ranks: Any, tmp_path: Path) -> None:
     for ours, theirs in zip(first, second, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), "the ranks differ"
         assert ours[0] != ours[1] and ours[0] != ours[2], "dropout does nothing"
-        assert abs(ours[2] - right) < 1e-5, "and nothing in evaluation"
+        assert abs(ours[2] - right) < 1e-5, "no dropout in evaluation"
 
 
 def saves_modules(folder: str, order: str, target: str) -> torch.Tensor:
-    """A head that is trained beside the adapters: a copy of a sharded module."""
+    """A head that is trained too: PEFT copies the sharded module."""
     model, ctx = adapted(folder, "llama", order, modules_to_save=["lm_head"])
     ids, labels = batch(256)
     train(model, ids, labels)
     if order == "before":
         model.save_pretrained(target)
-    else:  # PEFT itself knows plain tensors only
+    else:  # PEFT saves plain tensors only
         save_adapters(model, ctx, target)
     with torch.no_grad():
         return model.eval()(input_ids=ids).logits
@@ -254,7 +248,7 @@ def saves_modules(folder: str, order: str, target: str) -> torch.Tensor:
 
 @long
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_modules_that_are_trained_whole(ranks: Any, tmp_path: Path, order: str) -> None:
+def test_modules_to_save(ranks: Any, tmp_path: Path, order: str) -> None:
     folder, target = tiny("llama", tmp_path / "model"), str(tmp_path / "adapter")
     right = with_adapters(reference(folder), "llama", modules_to_save=["lm_head"])
     ids, labels = batch(256)

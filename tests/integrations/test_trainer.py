@@ -1,4 +1,4 @@
-"""`transformers.Trainer` with a parallel model: the example, beside a run of it on one process."""
+"""`transformers.Trainer` with a parallel model: the example on several ranks, against one process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "trainer.py"
 
 
 def run(ranks: int, output: Path, *options: str) -> dict[tuple[int, str], float]:
-    """Run the example on so many ranks; what it says, by step and kind."""
+    """Run the example on ``ranks`` ranks; its log, by step and kind."""
     start = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     start += [] if ranks == 1 else [f"--nproc-per-node={ranks}"]
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLE.parents[1]), "CUDA_VISIBLE_DEVICES": ""}
@@ -30,32 +30,38 @@ def run(ranks: int, output: Path, *options: str) -> dict[tuple[int, str], float]
     return {(line["step"], key): value for line in lines for key, value in line.items() if key != "step"}
 
 
-def check(found: dict[tuple[int, str], float], right: dict[tuple[int, str], float]) -> None:
-    assert found.keys() == right.keys()
+def assert_same_log(found: dict[tuple[int, str], float], expected: dict[tuple[int, str], float]) -> None:
+    assert found.keys() == expected.keys()
     for key, value in found.items():
-        assert value == pytest.approx(right[key], abs=1e-4, rel=1e-4), key
+        assert value == pytest.approx(expected[key], abs=1e-4, rel=1e-4), key
+
+
+def test_two_steps_are_those_of_one_process(tmp_path: Path) -> None:
+    found = run(2, tmp_path / "ranks", "--steps", "2")
+    assert {kind for _, kind in found} >= {"loss", "grad_norm"}
+    assert_same_log(found, run(1, tmp_path / "single", "--steps", "2"))
 
 
 @long
-def test_trainer_follows_the_run_on_one_process(tmp_path: Path) -> None:
-    """Six steps, then three more from the last checkpoint, on ranks and alone; checkpoints go both ways."""
-    right = run(1, tmp_path / "alone")
+def test_checkpoints_resume_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Six steps, then three more from the last checkpoint, on ranks and on one process."""
+    expected = run(1, tmp_path / "single")
     found = run(2, tmp_path / "ranks")
     assert {kind for _, kind in found} == {"loss", "grad_norm", "eval_loss"}
     assert found[6, "loss"] < found[1, "loss"]
-    check(found, right)
+    assert_same_log(found, expected)
     assert not list((tmp_path / "ranks").rglob("optimizer.pt")), "the optimizer is saved by all ranks, in shards"
 
-    shutil.copytree(tmp_path / "alone", tmp_path / "moved")
-    longer = run(1, tmp_path / "alone", "--steps", "9")
-    check(run(2, tmp_path / "ranks", "--steps", "9"), longer)
-    check(run(2, tmp_path / "moved", "--steps", "9"), longer)
+    shutil.copytree(tmp_path / "single", tmp_path / "moved")
+    longer = run(1, tmp_path / "single", "--steps", "9")
+    assert_same_log(run(2, tmp_path / "ranks", "--steps", "9"), longer)
+    assert_same_log(run(2, tmp_path / "moved", "--steps", "9"), longer)
 
     from transformers import AutoModelForCausalLM
 
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "final") for name in ("alone", "ranks", "moved")]
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "final") for name in ("single", "ranks", "moved")]
     ids = torch.arange(97, 123)[None]
     with torch.no_grad():
-        alone, *others = (model(input_ids=ids).logits for model in models)
+        single, *others = (model(input_ids=ids).logits for model in models)
     for logits in others:
-        assert (logits - alone).abs().max() < 1e-3
+        assert (logits - single).abs().max() < 1e-3
