@@ -11,7 +11,7 @@ import transformers.integrations.moe  # noqa: F401 -- defines the operator
 from helpers.graphs import assert_same_results, targets, trace
 from torch.func import functionalize
 
-from paraxis.optimize.moe_experts import in_turn, run_experts_in_sequence
+from paraxis.optimize.moe_experts import run_experts, run_experts_in_sequence
 
 ROWS, WIDTH, INNER, EXPERTS = 12, 6, 10, 4
 
@@ -62,7 +62,7 @@ def test_pair_of_grouped_matmuls_runs_expert_by_expert(
     inputs = draw(offsets)
     module = trace(function, inputs, tracing_mode="fake", pre_dispatch=False)
     assert run_experts_in_sequence(module) == count
-    assert ("in_turn" in module.code) == bool(count)
+    assert ("run_experts" in module.code) == bool(count)
     assert_same_results(module, function, inputs)
 
 
@@ -102,7 +102,7 @@ def test_rows_are_permuted_by_index_select(function: Callable[..., Any], by_inde
 
 def test_rows_of_no_expert_are_zero() -> None:
     tokens, index, first, second, offsets, scale = draw([2, 5, 6, 9])
-    result = in_turn(tokens, index, first, second, offsets, scale, lambda x: x[:, :INNER])
+    result = run_experts(tokens, index, first, second, offsets, scale, lambda x: x[:, :INNER])
     assert not result[9:].any() and result[:9].all(dim=1).any()
 
 

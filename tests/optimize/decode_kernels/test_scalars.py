@@ -1,0 +1,86 @@
+"""Counters of a decode step: one operator increments all, and positions need no kernel of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.graphs import assert_same_results, targets, trace
+
+from paraxis.optimize.decode_kernels.scalars import (
+    decompose_outer_products,
+    merge_counter_increments,
+    simplify_position,
+)
+
+aten = torch.ops.aten
+
+
+def count_on(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Every layer reads its counter, and increments it."""
+    x = x + first
+    first.add_(1)
+    x = x * second
+    second.add_(1)
+    return x
+
+
+def test_increments_of_all_counters_become_one_operator() -> None:
+    inputs = [torch.ones(3), torch.tensor(4), torch.tensor(7)]
+    module = trace(count_on, [x.clone() for x in inputs])
+    merge_counter_increments(module.graph)
+    module.recompile()
+    assert targets(module).count(aten._foreach_add_.Scalar) == 1 and aten.add_.Tensor not in targets(module)
+    assert_same_results(module, count_on, inputs)
+
+
+def read_after(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    first.add_(1)
+    return x + first
+
+
+def of_a_copy(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    copy = first + 0
+    copy.add_(1)
+    return x
+
+
+@pytest.mark.parametrize("function", [read_after, of_a_copy])
+def test_counter_that_is_read_later_or_no_input_stays(function: Any) -> None:
+    module = trace(function, [torch.ones(3), torch.tensor(4), torch.tensor(7)])
+    merge_counter_increments(module.graph)
+    assert aten.add_.Tensor in targets(module) and aten._foreach_add_.Scalar not in targets(module)
+
+
+@pytest.mark.parametrize(("shapes", "decomposed"), [(((1, 3, 1), (1, 1, 4)), True), (((1, 3, 2), (1, 2, 4)), False)])
+def test_matmul_over_one_element_is_elementwise(shapes: Any, decomposed: bool) -> None:
+    inputs = [torch.randn(shape) for shape in shapes]
+    module = trace(torch.matmul, inputs)
+    decompose_outer_products(module.graph)
+    module.recompile()
+    assert (aten.mul.Tensor in targets(module)) == decomposed
+    assert_same_results(module, torch.matmul, inputs)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_first_position_is_the_counter(length: int) -> None:
+    inputs = [torch.tensor([5])]
+    module = trace(lambda count: torch.arange(length) + count, inputs)
+    simplify_position(module.graph, module.graph.output_node().all_input_nodes[0])
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    assert (aten.add.Tensor in targets(module)) == (length > 1)
+    assert_same_results(module, lambda count: torch.arange(length) + count, inputs)
+
+
+def test_position_that_is_written_before_the_end_stays() -> None:
+    def function(count: torch.Tensor) -> torch.Tensor:
+        at = torch.arange(1) + count
+        count.add_(1)
+        return at * count
+
+    module = trace(function, [torch.tensor([5])])
+    (at,) = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    simplify_position(module.graph, at)
+    assert aten.reshape.default not in targets(module)
