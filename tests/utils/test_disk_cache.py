@@ -54,6 +54,13 @@ def test_an_empty_variable_disables_the_cache(monkeypatch: pytest.MonkeyPatch) -
     assert disk_cache.directory("plans") is None and disk_cache.read("plans", "key") is None
 
 
+def test_the_folder_is_that_of_the_variable_or_the_users_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    assert disk_cache.directory("plans") == folder / "plans"
+    monkeypatch.delenv("PARAXIS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    assert disk_cache.directory("plans") == folder / "paraxis" / "plans"
+
+
 def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:
     (folder / "plans").write_text("a file")
     disk_cache.write("plans", "key", 1)
