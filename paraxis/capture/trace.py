@@ -1,69 +1,81 @@
-"""Capturing a graph with ``torch.compile``'s frontend."""
+"""Capturing a graph with ``torch.compile``'s frontend, and what holds in the process while that happens.
+
+Tracing needs two process-wide switches off: Python's garbage collection (tracing allocates millions of objects, and
+scanning the live ones over and over takes a quarter of the time) and the fused encoder layer of ``nn.Transformer``
+(one operator, whose inside could not be sharded). They are off from the moment Dynamo begins to trace an entry point
+until the call that made it trace ends. A call that hits compiled code touches neither.
+"""
 
 from __future__ import annotations
 
 import gc
 import inspect
 import itertools
-import logging
 import re
+import threading
 import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
-import torch._dynamo as dynamo
 from torch import nn
-from torch._dynamo import convert_frame
 from torch.fx import GraphModule
 
-from ..compat.frames import with_room
+from ..compat.dynamo import (
+    BackendCompilerFailed,
+    TorchDynamoException,
+    TorchRuntimeError,
+    attribute_of_global,
+    ignore_logging,
+    source_of,
+)
+from ..compat.torch import call_forward_and_hooks
+from ..compat.transformers import install_output_hooks, logger_methods
 from ..errors import CaptureError, GraphBreak
 from .mark_output import mark_output, mark_results
 
 
 class _Captured(Exception):
-    """Raised instead of running the graph when only the graph was wanted."""
+    """Raised instead of running the graph by :func:`capture`, which wants nothing but the graph."""
+
+
+# -- entry points --------------------------------------------------------------------------------------------------
 
 
 def entry(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled: the model's call, hooks included, with the caller's tensors marked."""
-    return mark_output(model._call_impl(*args, **kwargs))
+    """What is compiled: the model's call, hooks included, with the tensors that the caller gets marked."""
+    begin_tracing()
+    return mark_output(call_forward_and_hooks(model, *args, **kwargs))
 
 
 def entry_sharded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The same for callers who asked for results as they are, sharded or not."""
-    return model._call_impl(*args, **kwargs)
+    """The same for ``gather_outputs=False``: results leave the graph with the placement that they have."""
+    begin_tracing()
+    return call_forward_and_hooks(model, *args, **kwargs)
 
 
 def forward_entry(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled of a whole model: its forward. Hooks of the model itself run around it, in Python."""
+    """What is compiled of the top-level model: its forward. Hooks of the model itself run around it, in Python."""
+    begin_tracing()
     return mark_results(type(model).forward(model, *args, **kwargs))
 
 
 def forward_entry_sharded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The same with results as they are."""
+    """The same for ``gather_outputs=False``."""
+    begin_tracing()
     return type(model).forward(model, *args, **kwargs)
 
 
 _serial = itertools.count()
 
 
-@cache
-def _make_room() -> None:
-    """Let what Dynamo compiles of our entry points have room for its calls."""
-    convert_frame.register_bytecode_hook(lambda code, new: with_room(new) if code.co_filename == __file__ else None)
-
-
 def fresh_entry(gather_outputs: bool = True, forward: bool = False) -> Callable[..., Any]:
-    """The entry point under a code object of its own: Dynamo keeps its caches and limits per code object.
+    """The entry point under a code object of its own: Dynamo has its caches and limits per code object.
 
-    With ``forward`` it is that of the model's forward alone, which is called from the model's call.
+    With ``forward``, the entry point for the model's forward alone, which runs inside of the model's call.
     """
-    _make_room()
     if forward:
         function = forward_entry if gather_outputs else forward_entry_sharded
     else:
@@ -72,50 +84,59 @@ def fresh_entry(gather_outputs: bool = True, forward: bool = False) -> Callable[
     return types.FunctionType(code, function.__globals__, code.co_name)
 
 
-class _Ignored(str):
-    """A function that stands in a set of functions under its name: torch 2.11 sorts that set when it logs."""
-
-    function: Any
-
-    def __new__(cls, function: Any) -> _Ignored:
-        self = super().__new__(cls, getattr(function, "__qualname__", str(function)))
-        self.function = function
-        return self
-
-    def __hash__(self) -> int:
-        return hash(self.function)
-
-    def __eq__(self, other: object) -> bool:
-        return other is self.function or getattr(other, "function", None) is self.function
+# -- the process while Dynamo traces -------------------------------------------------------------------------------
 
 
-def ignore_loggers() -> None:
-    """Tell Dynamo to leave out logger calls: a warning inside ``forward`` must not break the graph."""
-    import transformers.utils.logging  # noqa: F401 -- adds ``warning_once`` to loggers
+class _Tracing(threading.local):
+    """Whether this thread is between :func:`begin_tracing` and :func:`end_tracing`."""
 
-    names = ("debug", "info", "warning", "warning_once", "warning_advice", "info_once", "error")
-    methods = {_Ignored(getattr(logging.Logger, name)) for name in names if hasattr(logging.Logger, name)}
-    for option in ("ignore_logging_functions", "ignore_logger_methods"):
-        if hasattr(dynamo.config, option):
-            getattr(dynamo.config, option).update(methods)
-            return
+    active = False
 
 
-@contextmanager
-def no_mha_fastpath() -> Iterator[None]:
-    """Without torch's fused kernel for a whole encoder layer in evaluation: what is inside it could not be split."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
+_tracing = _Tracing()
+_lock = threading.Lock()
+_depth = 0
+_before: tuple[bool, bool] = (True, True)
+
+
+@torch.compiler.assume_constant_result
+def begin_tracing() -> bool:
+    """Dynamo runs this while it traces an entry point, and compiled code does not: its result is a constant."""
+    global _depth, _before
+    if not _tracing.active:
+        with _lock:
+            _depth += 1
+            if _depth == 1:
+                _before = gc.isenabled(), torch.backends.mha.get_fastpath_enabled()
+                gc.disable()
+                torch.backends.mha.set_fastpath_enabled(False)
+        _tracing.active = True
+    return True
+
+
+def end_tracing() -> None:
+    """To be called when a call of a compiled entry point has ended: undoes :func:`begin_tracing`, if that ran."""
+    global _depth
+    if not _tracing.active:
+        return
+    _tracing.active = False
+    with _lock:
+        _depth -= 1
+        if _depth == 0:
+            collect, fastpath = _before
+            torch.backends.mha.set_fastpath_enabled(fastpath)
+            if collect:
+                gc.enable()
+
+
+def guards_mha_fastpath(guard: Any) -> bool:
+    """Whether a guard checks the switch that :func:`begin_tracing` turns off: it would fail in every later call."""
+    return attribute_of_global(source_of(guard), torch.backends.mha, "_is_fastpath_enabled", globals())
 
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Without Python's garbage collection: compiling makes millions of objects, and going through those that live over
-    and over takes a quarter of the time."""
+    """Without Python's garbage collection, for stages that allocate much and free little."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -125,16 +146,12 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
-def install_output_hooks(model: nn.Module) -> None:
-    """Install transformers' hooks for hidden states and attentions now: it does so lazily, under a lock, which cannot
-    be captured."""
-    if not hasattr(model, "base_model_prefix"):
-        return
-    try:
-        from transformers.utils.output_capturing import maybe_install_capturing_hooks
-    except ImportError:  # versions that collect these outputs otherwise
-        return
-    maybe_install_capturing_hooks(model)
+def ignore_loggers() -> None:
+    """Tell Dynamo to drop logger calls: a warning inside ``forward`` must not break the graph."""
+    ignore_logging(logger_methods())
+
+
+# -- capturing -----------------------------------------------------------------------------------------------------
 
 
 def capture(
@@ -144,9 +161,9 @@ def capture(
     on_graph: Callable[[GraphModule, list[Any]], None],
     forward: bool = False,
 ) -> None:
-    """Capture ``model(*args, **kwargs)`` without running it and hand the graph to ``on_graph``.
+    """Capture ``model(*args, **kwargs)`` without running it and pass the graph to ``on_graph``.
 
-    With ``forward`` it is what a call of the whole model runs, by :func:`fresh_entry`.
+    With ``forward``, capture what a call of the top-level model runs, see :func:`fresh_entry`.
 
     Raises:
         CaptureError: with the line of the model's source where capture stopped; a ``GraphBreak`` if the model could
@@ -165,25 +182,26 @@ def capture(
     install_output_hooks(model)
     compiled = torch.compile(fresh_entry(forward=forward), fullgraph=True, backend=backend, dynamic=False)
     try:
-        with no_mha_fastpath(), gc_paused():
-            compiled(model, *args, **kwargs)
+        compiled(model, *args, **kwargs)
     except _Captured:
         return
-    except dynamo.exc.TorchDynamoException as error:
+    except TorchDynamoException as error:
         raise translated(error, model) from error
+    finally:
+        end_tracing()
 
 
-def translated(error: dynamo.exc.TorchDynamoException, model: nn.Module) -> Exception:
-    """Dynamo's error in our terms: what our own passes raised, or a place where the graph breaks, or neither."""
-    if isinstance(error, dynamo.exc.BackendCompilerFailed):
+def translated(error: TorchDynamoException, model: nn.Module) -> Exception:
+    """Dynamo's error in our terms: what our own passes raised, a graph break, or a mistake in the model."""
+    if isinstance(error, BackendCompilerFailed):
         return error.inner_exception if isinstance(error.inner_exception, Exception) else error
-    if isinstance(error, dynamo.exc.TorchRuntimeError):  # the model's own mistake: it would not run in Python either
+    if isinstance(error, TorchRuntimeError):  # the model's own mistake: it would not run in eager mode either
         return CaptureError(describe(error, model))
     return GraphBreak(describe(error, model))
 
 
 def describe(error: BaseException, model: nn.Module) -> str:
-    """One paragraph that names the module and the source line at which Dynamo gave up."""
+    """One paragraph that names the module and the source line at which Dynamo stopped."""
     text = str(error)
     reason = text.strip().split("\n")[0]
     stack = getattr(error, "real_stack", None) or []
@@ -197,7 +215,7 @@ def describe(error: BaseException, model: nn.Module) -> str:
 
 
 def _running(frames: Sequence[traceback.FrameSummary], model: nn.Module) -> str:
-    """The innermost module whose forward is among the frames of a stack, with all places where the model has one."""
+    """The innermost module whose forward is in the stack, with all paths under which the model has it."""
     for frame in reversed(frames):
         found = [path for path, module in model.named_modules() if path and _is_in(frame, type(module))]
         if found:
@@ -208,6 +226,7 @@ def _running(frames: Sequence[traceback.FrameSummary], model: nn.Module) -> str:
 
 
 def _is_in(frame: traceback.FrameSummary, cls: type[nn.Module]) -> bool:
+    """Whether a stack frame is inside of the forward of this class."""
     code = getattr(inspect.unwrap(cls.forward), "__code__", None)
     if code is None or frame.name != code.co_name or not code.co_filename.endswith(frame.filename):
         return False

@@ -17,7 +17,14 @@ import torch
 import torch._dynamo as dynamo
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
-from torch._dynamo.source import AttrSource, GlobalSource, LocalSource, SubclassAttrListSource, TypeSource
+from torch._dynamo.source import (
+    AttrSource,
+    DictGetItemSource,
+    GlobalSource,
+    LocalSource,
+    SubclassAttrListSource,
+    TypeSource,
+)
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch.fx import GraphModule
 
@@ -29,10 +36,11 @@ __all__ = [
     "attribute_of_global",
     "detect_fake_mode",
     "guards_global_constant",
+    "guards_subclass_metadata",
     "guards_torch_module",
-    "guards_training_flag",
     "ignore_logging",
     "is_class_attribute_of_local",
+    "is_training_flag",
     "mark_maybe_dynamic",
     "mark_static",
     "name_inputs",
@@ -74,7 +82,7 @@ catches the error, loses the metrics of that compilation and logs a traceback. 2
 def _unsortable(record: logging.LogRecord) -> bool:
     """Whether to log a record: all but the traceback of sorting functions."""
     error = record.exc_info[1] if record.exc_info else None
-    return not (isinstance(error, TypeError) and "'function' and 'function'" in str(error))
+    return not (isinstance(error, TypeError) and str(error).startswith("'<' not supported between instances"))
 
 
 # -- guards --------------------------------------------------------------------------------------------------------
@@ -97,7 +105,7 @@ def subclass_owner(source: Any, inner: str) -> Any:
     is_inner = type(source) is AttrSource and source.member == inner
     if type(source) is SubclassAttrListSource or is_inner:
         return source.base
-    below = getattr(source, "base", None)  # an item of the list of attributes
+    below: Any = getattr(source, "base", None)  # an item of the list of attributes
     return below.base if type(below) is SubclassAttrListSource else None
 
 
@@ -115,10 +123,15 @@ def guards_global_constant(entry: Any) -> bool:
     if source is None:
         return False
     *links, root = _chain(source)
-    return type(root) is GlobalSource and all(type(link) is AttrSource for link in links)
+    return type(root) is GlobalSource and all(type(link) in (AttrSource, DictGetItemSource) for link in links)
 
 
-def guards_training_flag(source: Any) -> bool:
+def guards_subclass_metadata(entry: Any) -> bool:
+    """Whether a guard compares the metadata of a tensor subclass: what ``__tensor_flatten__`` returns second."""
+    return bool(entry.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH")
+
+
+def is_training_flag(source: Any) -> bool:
     """Whether it is ``module.training``."""
     return type(source) is AttrSource and source.member == "training"
 

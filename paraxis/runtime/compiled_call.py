@@ -9,19 +9,14 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch._dynamo as dynamo
 from torch import nn
 from torch.fx import GraphModule
 
 from ..capture.dynamic_shapes import mark_dynamic, mark_static
-from ..capture.trace import (
-    fresh_entry,
-    gc_paused,
-    ignore_loggers,
-    install_output_hooks,
-    no_mha_fastpath,
-    translated,
-)
+from ..capture.trace import end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
+from ..compat.dynamo import TorchDynamoException, raise_recompile_limit
+from ..compat.torch import call_forward_and_hooks, set_compiled_call
+from ..compat.transformers import install_output_hooks
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel.shard import shards_parameters
@@ -35,7 +30,14 @@ from ..weights.materialize import materialize_parameters
 from .backend import parallelize_backend
 from .dispatch_modes import with_dispatch_modes, without_dispatch_modes
 from .gather_on_access import gather_on_access
-from .guards import ParametersReplaced, Structure, needed_guards, other_than_parameters, with_same_parameters
+from .guards import (
+    ParametersReplaced,
+    Structure,
+    all_guards,
+    needed_guards,
+    other_than_parameters,
+    with_same_parameters,
+)
 from .inductor import parameters_by_position
 from .late_parameters import register_late_parameters
 
@@ -63,7 +65,7 @@ class CompiledCall:
         forward: Callable[..., Any] | None = None,
     ) -> None:
         ignore_loggers()
-        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+        raise_recompile_limit(RECOMPILE_LIMIT)
         self.module, self.ctx, self.config, self.name = module, ctx, config, name
         self.forward = forward
         self.fell_back = self.running = False
@@ -72,9 +74,10 @@ class CompiledCall:
         self._structure = None if config.compile is None else Structure(module)
         self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
 
-    def _compile(self, options: dict[str, Any]) -> Callable[..., Any]:
+    def _compile(self) -> Callable[..., Any]:
         install_output_hooks(self.module)  # a model that runs by a plan of an earlier run was not captured before
-        unguarded = bool(options) and self.config.compile is None  # parameters are; torch.compile empties the options
+        unguarded = not self._guarded and self.config.compile is None  # parameters are
+        reduced = other_than_parameters if self.config.compile is None else needed_guards
 
         def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             register_late_parameters(self.module, self.name, self.ctx, self.config)
@@ -86,7 +89,8 @@ class CompiledCall:
             return with_dispatch_modes(program)
 
         entry = fresh_entry(self.config.gather_outputs, forward=self.forward is not None)
-        return torch.compile(entry, fullgraph=True, backend=backend, options=options)
+        guards: dict[str, Any] = {"guard_filter_fn": all_guards if self._guarded else reduced}
+        return torch.compile(entry, fullgraph=True, backend=backend, options=guards)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled graph, compiling it first if this is a new kind of call."""
@@ -99,28 +103,29 @@ class CompiledCall:
                 mark_static(args, kwargs)
             changed = self._structure is not None and self._structure.changed()
             if self._compiled is None or changed:
-                wanted = other_than_parameters if self.config.compile is None else needed_guards
-                self._compiled = self._compile({} if self._guarded else {"guard_filter_fn": wanted})
+                self._compiled = self._compile()
             self.running = True
             try:
-                with no_mha_fastpath(), gc_paused(), without_dispatch_modes():
+                with without_dispatch_modes():
                     result = self._compiled(self.module, *args, **kwargs)
                 return gather_on_access(result) if self.config.gather_outputs else result
             except ParametersReplaced:  # compile again, with all guards
                 if self._guarded:
                     raise
-                self._guarded, self._compiled = True, self._compile({})
+                self._guarded = True
+                self._compiled = self._compile()
                 return self(*args, **kwargs)
-            except dynamo.exc.TorchDynamoException as error:
+            except TorchDynamoException as error:
                 problem = translated(error, self.module)
                 if not isinstance(problem, GraphBreak):
                     raise problem from error
             finally:
                 self.running = False
+                end_tracing()
             self.fall_back(str(problem))
         if self.forward is not None:
             return self.forward(*args, **kwargs)
-        return self.module._call_impl(*args, **kwargs)
+        return call_forward_and_hooks(self.module, *args, **kwargs)
 
     def fall_back(self, problem: str) -> None:
         """Run the module's own forward in Python from now on, and compile its children instead."""
@@ -141,7 +146,7 @@ class CompiledCall:
             if isinstance(parameter, ShardedTensor) and parameter.requires_grad and not parameter._backward_hooks:
                 parameter.register_hook(partial(shard_gradient, parameter))
         for name, child in _callable_children(self.module, self.name):
-            child._compiled_call_impl = CompiledCall(child, self.ctx, self.config, name)  # type: ignore[assignment]
+            set_compiled_call(child, CompiledCall(child, self.ctx, self.config, name))
 
 
 def place_unused(ctx: ParallelExecutionCtx, config: Config, which: set[int] | None = None) -> None:

@@ -1,15 +1,17 @@
-"""Which of the compiler's guards are worth their time on every call.
+"""Which of Dynamo's guards are worth their time in every call.
 
-Compiled code is guarded on everything it was compiled for, several times per parameter and in Python where a parameter
-is a tensor of our own: for a model of some hundred parameters that takes longer than to run it. Where no gradients are
-computed, all that matters of a parameter is that it is the one that was planned, and of a sharded cache that it is
-sharded as it was. The compiled program sees that for itself, since it is called with them, and looks only at those that
-it has not seen in the call before: it raises :class:`ParametersReplaced`.
+Dynamo guards compiled code on everything that it was compiled for, several times per parameter and in Python where a
+parameter is a tensor subclass: for a model of some hundred parameters the guards take longer than the program. Without
+gradients, all that matters of a parameter is that it is the planned one, and of a sharded KV cache that it is sharded
+as before. The compiled program checks that itself, since it is called with them, and only for those that are new since
+the call before: it raises :class:`ParametersReplaced`.
+
+A guard is dropped by what it looks at: the types of its sources (:mod:`paraxis.compat.dynamo`) and the value found
+there, never its name. A guard that these functions do not recognize stays.
 """
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_, itemgetter
@@ -19,6 +21,16 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from ..capture.trace import guards_mha_fastpath
+from ..compat.dynamo import (
+    guards_global_constant,
+    guards_subclass_metadata,
+    guards_torch_module,
+    is_class_attribute_of_local,
+    is_training_flag,
+    source_of,
+    subclass_owner,
+)
 from ..tensor.parameter_meta import ParameterMeta
 from ..tensor.sharded_tensor import ShardedTensor, shards_version
 
@@ -28,13 +40,13 @@ _counting = False
 
 def _count(*_: Any) -> None:
     global _registrations
-    if not torch.compiler.is_compiling():  # a forward that makes modules would be guarded on the number of all others
+    if not torch.compiler.is_compiling():  # a forward that builds modules would be guarded on the number of all others
         _registrations += 1
 
 
 class Structure:
-    """The modules that a model is made of, to notice when they are others (an adapter around a layer): the guards that
-    are left out would not. Looked at only after some module was given to another one somewhere."""
+    """The modules that a model consists of: notices when one is replaced (an adapter around a layer), which the guards
+    that are dropped would not. Compares them only after some module was registered somewhere in the process."""
 
     def __init__(self, module: nn.Module) -> None:
         global _counting
@@ -48,38 +60,99 @@ class Structure:
         return tuple(map(id, self.module.modules()))
 
     def changed(self) -> bool:
-        """Whether the modules are others than when this was asked, or made, before."""
+        """Whether the modules are others than in the last call of this method, or at construction."""
         if self._seen == _registrations:
             return False
         before, self._seen, self._known = self._known, _registrations, self._modules()
         return before != self._known
 
 
+# -- filters for ``guard_filter_fn`` -------------------------------------------------------------------------------
+
+
+def all_guards(entries: Sequence[Any]) -> list[bool]:
+    """For ``torch.compile``'s ``guard_filter_fn``: every guard but the one on a switch that only tracing turns off."""
+    return [not guards_mha_fastpath(e) for e in entries]
+
+
+def other_than_parameters(entries: Sequence[Any]) -> list[bool]:
+    """Every guard of :func:`all_guards` but those on sharded parameters, where no gradients are computed.
+
+    For programs that check themselves that they are called with their parameters: :func:`with_same_parameters`.
+    """
+    if torch.is_grad_enabled():
+        return all_guards(entries)
+    parameters = {source for source, value in _sharded(entries) if _is_parameter(value)}
+    return [_owner(e) not in parameters and not guards_mha_fastpath(e) for e in entries]
+
+
+def needed_guards(entries: Sequence[Any]) -> list[bool]:
+    """The guards that a compiled program needs beside its own checks; all, where gradients are computed.
+
+    Dropped are those on sharded parameters; on the inside of sharded tensors but the first (the caches of all layers
+    have one layout, and change together); on torch's own modules except for whether they are in training; on
+    attributes of the classes of modules and caches; and on global names of modules, classes and built-in functions.
+    """
+    if torch.is_grad_enabled():
+        return all_guards(entries)
+    sharded = dict(_sharded(entries))
+    first = next((source for source, value in sharded.items() if not _is_parameter(value)), None)
+    sharded.pop(first, None)
+    return [_is_needed(e, sharded) for e in entries]
+
+
+def _is_needed(entry: Any, sharded: dict[Any, ShardedTensor]) -> bool:
+    source = source_of(entry)
+    if source is None:
+        return True
+    owner = _owner(entry)
+    if owner in sharded and (owner != source or _is_parameter(sharded[owner])):
+        return False
+    if guards_subclass_metadata(entry):  # compared by the program: see ``runtime/stride_guard.py``
+        return False
+    if is_training_flag(source):
+        return True
+    return not (
+        is_class_attribute_of_local(source)
+        or guards_global_constant(entry)
+        or guards_torch_module(entry)
+        or guards_mha_fastpath(entry)
+    )
+
+
+def _sharded(entries: Sequence[Any]) -> Iterable[tuple[Any, ShardedTensor]]:
+    """The sources of sharded tensors, with these."""
+    for e in entries:
+        if e.has_value and isinstance(e.value, ShardedTensor) and (source := source_of(e)) is not None:
+            yield source, e.value
+
+
+def _owner(entry: Any) -> Any:
+    """The source of the sharded tensor that a guard looks inside of; of any other guard, its own."""
+    source = source_of(entry)
+    return subclass_owner(source, "_inner") or source
+
+
+def _is_parameter(value: Any) -> bool:
+    return isinstance(value, ShardedTensor) and isinstance(value._spec, ParameterMeta)
+
+
+# -- what a program checks itself ----------------------------------------------------------------------------------
+
+
 class ParametersReplaced(RuntimeError):
     """A compiled program was called with other parameters, or other shards, than those it was compiled for."""
 
 
-def other_than_parameters(entries: Sequence[Any]) -> list[bool]:
-    """For ``torch.compile``'s ``guard_filter_fn``: all guards but those on sharded parameters.
-
-    For programs that see for themselves that they are called with the parameters they were made for:
-    :func:`with_same_parameters`.
-    """
-    if torch.is_grad_enabled():
-        return [True] * len(entries)
-    parameters = {e.name for e in entries if e.has_value and _is_parameter(e.value)}
-    return [_owner(e.name) not in parameters for e in entries]
-
-
 def with_same_parameters(program: Callable[..., Any], expected: dict[int, nn.Parameter]) -> Callable[..., Any]:
     """A program that raises :class:`ParametersReplaced` if it is called with others than these, by position, or if
-    their shards have got another form."""
-    given, parameters = picker(expected), tuple(expected.values())
+    their shards have another size, dtype or device."""
+    select, parameters = picker(expected), tuple(expected.values())
     held = HeldShards(parameters)
 
     def run(*args: Any) -> Any:
-        if not all(map(is_, given(args), parameters)):
-            raise ParametersReplaced("a program was called with other parameters than it was made for")
+        if not all(map(is_, select(args), parameters)):
+            raise ParametersReplaced("a program was called with other parameters than it was compiled for")
         held.shards()
         return program(*args)
 
@@ -87,27 +160,27 @@ def with_same_parameters(program: Callable[..., Any], expected: dict[int, nn.Par
 
 
 class HeldShards:
-    """The shards of some parameters. They are looked at again when a parameter, any one, was given another shard."""
+    """The shards of some parameters, read again only after some parameter in the process got another shard."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], forms: list[Any] | None = None) -> None:
         self._parameters, self._forms, self._seen = parameters, forms, -1
         self._held: list[torch.Tensor] = []
-        # torch refuses to swap what is inside of tensors to which there are weak references
+        # torch refuses to swap the contents of tensors that have weak references
         self._pins = [weakref.ref(p) for p in parameters]
 
     def shards(self) -> list[torch.Tensor]:
-        """All of them; ``ParametersReplaced`` if their form is another than before."""
+        """All of them; :class:`ParametersReplaced` if one has another size, strides, dtype or device than before."""
         if self._seen != shards_version():
             now: list[torch.Tensor] = [p._local for p in self._parameters]  # type: ignore[attr-defined]
             found = [form_of(shard) for shard in now]
             if self._forms is not None and found != self._forms:
-                raise ParametersReplaced("a parameter has a shard of another form than its program was made for")
+                raise ParametersReplaced("a parameter has a shard of another form than its program was compiled for")
             self._held, self._forms, self._seen = now, found, shards_version()
         return self._held
 
 
 def picker(positions: Iterable[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """What takes the items at these positions out of a tuple."""
+    """A function that takes the items at these positions out of a tuple."""
     several = tuple(positions)
     if len(several) < 2:
         return lambda items: tuple(items[i] for i in several)
@@ -115,49 +188,6 @@ def picker(positions: Iterable[int]) -> Callable[[tuple[Any, ...]], tuple[Any, .
 
 
 def form_of(local: torch.Tensor) -> Any:
-    """Size, strides, dtype and device of a shard; None where they may change."""
+    """Size, strides, dtype and device of a shard; None where sizes are dynamic."""
     sizes = (*local.shape, *local.stride())
     return (sizes, local.dtype, local.device) if all(isinstance(n, int) for n in sizes) else None
-
-
-def needed_guards(entries: Sequence[Any]) -> list[bool]:
-    """For ``torch.compile``'s ``guard_filter_fn``: which guards to keep.
-
-    Left out are those on sharded parameters, on what is inside of other sharded tensors but the first (caches of all
-    layers lie in memory alike, and change alike), on torch's own modules except for whether they are in training, on
-    the attributes of the classes of modules and caches, and on global names of modules, classes and built-in functions.
-    """
-    if torch.is_grad_enabled():
-        return [True] * len(entries)
-    sharded = {e.name: e.value for e in entries if e.has_value and isinstance(e.value, ShardedTensor)}
-    sharded.pop(next((name for name, value in sharded.items() if not _is_parameter(value)), ""), None)
-    return [_is_needed(e, sharded) for e in entries]
-
-
-_OF_CLASSES = re.compile(r"\btype\((L\[')?(model|args|kwargs)\b")
-"""In names of guards: attributes of the class of a module of the model, or of what the model is called with."""
-_CONSTANT = ("MODULE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH")
-
-
-def _is_needed(entry: Any, sharded: dict[str, ShardedTensor]) -> bool:
-    name = entry.name
-    owner = _owner(name)
-    if owner in sharded and (owner != name or _is_parameter(sharded[owner])):
-        return False
-    if entry.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH":
-        return False
-    if name.endswith(".training"):
-        return True
-    if _OF_CLASSES.search(name) or (name.startswith("G[") and entry.guard_type in _CONSTANT):
-        return False
-    source = entry.orig_guard.source
-    return not source.is_unspecialized_builtin_nn_module()
-
-
-def _owner(name: str) -> str:
-    """Of what is inside of a sharded tensor, the tensor."""
-    return name.removesuffix("._inner").removesuffix(".__tensor_flatten__()[0]")
-
-
-def _is_parameter(value: Any) -> bool:
-    return isinstance(value, ShardedTensor) and isinstance(value._spec, ParameterMeta)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ from capture.capturing import Model, captured
 from torch import nn
 from torch.fx import GraphModule
 
-from paraxis.capture import CaptureError, capture
+from paraxis.capture import CaptureError, capture, trace
+from paraxis.runtime.guards import all_guards
 
 
 class _DataDependent(nn.Module):
@@ -42,3 +46,76 @@ def test_capture_does_not_run_the_model() -> None:
     model = Model(lambda w, x: x @ w)
     graph = captured(model, torch.full((4, 4), float("nan")))
     assert isinstance(graph, GraphModule)
+
+
+_logger = logging.getLogger("model")
+
+
+class _Loud(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _logger.warning("inside of a forward")
+        return x + 1
+
+
+def test_logger_calls_do_not_break_the_graph() -> None:
+    assert captured(_Loud(), torch.ones(2)) is not None
+    assert logging.Logger.warning in torch._dynamo.config.ignore_logging_functions
+
+
+def _switches() -> tuple[bool, bool]:
+    return gc.isenabled(), torch.backends.mha.get_fastpath_enabled()
+
+
+def test_switches_are_off_while_tracing_alone() -> None:
+    """Garbage collection and the fused encoder layer: off while Dynamo traces, on again whatever happens then."""
+    seen = []
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    with torch.no_grad():
+        capture(encoder, (torch.ones(1, 3, 16),), {}, lambda graph, _: seen.append((_switches(), graph)))
+    ((during, graph),) = seen
+    assert during == (False, False) and _switches() == (True, True)
+    assert "_transformer_encoder_layer_fwd" not in str(graph.graph)
+    with pytest.raises(CaptureError):
+        captured(_DataDependent(), torch.ones(2))
+    assert _switches() == (True, True)
+    torch._dynamo.reset()
+
+
+def test_compiled_calls_leave_the_switches_alone() -> None:
+    """A cache hit runs under the caller's settings, though it was traced under others."""
+    graphs, during = [], []
+
+    def backend(graph: GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+
+        def run(*args: Any) -> Any:
+            during.append(_switches())
+            return graph(*args)
+
+        return run
+
+    compiled = torch.compile(
+        trace.fresh_entry(gather_outputs=False),
+        backend=backend,
+        fullgraph=True,
+        options={"guard_filter_fn": all_guards},
+    )
+    encoder = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    with torch.no_grad():
+        for _ in range(3):
+            compiled(encoder, torch.ones(1, 3, 16))
+            trace.end_tracing()
+    assert len(graphs) == 1 and during == [(False, False), (True, True), (True, True)]
+
+
+def test_threads_that_trace_at_the_same_time() -> None:
+    """The last one to end turns the switches on again."""
+    with ThreadPoolExecutor(1) as other:
+        other.submit(trace.begin_tracing).result()
+        trace.begin_tracing()
+        assert _switches() == (False, False)
+        other.submit(trace.end_tracing).result()
+        assert _switches() == (False, False)
+        trace.end_tracing()
+        trace.end_tracing()
+    assert _switches() == (True, True)
