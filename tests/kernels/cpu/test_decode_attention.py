@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paraxis.kernels.cpu.build import load_kernel
 from paraxis.optimize.cpu_attention import use_decode_attention
 from paraxis.optimize.kv_cache_append import append, attend_extended
-from paraxis.passes.partition import named
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(load_kernel("decode_attention") is None, reason="needs a C++ compiler")
@@ -93,6 +92,16 @@ def test_caches_that_branch_repeat_or_differ(attend: Any) -> None:
         attend(query, again[0][1], values, key, value, 1.0)
 
 
+def leave(cache: torch.Tensor) -> torch.Tensor:
+    """Another user of a cache: in a program, what returns it to the caller."""
+    return cache
+
+
+def returned(x: torch.Tensor) -> torch.Tensor:
+    """What happens to a cache that the program returns."""
+    return x
+
+
 def program(
     queries: int = 1, masked: bool = False, early: bool = False, causal: bool = False, compiled: bool = True
 ) -> GraphModule:
@@ -123,7 +132,7 @@ def program(
         for a, b in (("keys", "key"), ("values", "value"))
     ]
     length = 5 + queries
-    saved = [call(named(lambda x: x, "keep_sharded"), grown[0])] if early else []
+    saved = [call(leave, grown[0])] if early else []
     repeated = [
         call(
             aten.reshape.default,
@@ -135,7 +144,7 @@ def program(
     mask = graph.placeholder("mask") if masked else None
     options = {"attn_mask": mask} if masked else {"is_causal": causal}
     attended = call(aten.scaled_dot_product_attention.default, nodes["query"], *repeated, **options)
-    saved += [call(named(lambda x: x, "keep_sharded"), x) for x in (grown[1:] if early else grown)]
+    saved += [call(leave, x) for x in (grown[1:] if early else grown)]
     graph.output((attended, *saved))
     return GraphModule({}, graph)
 
