@@ -1,13 +1,19 @@
-"""Results that are made whole when they are read.
+"""Training outputs whose sharded fields are all-gathered when somebody reads them.
 
-The output of a model that trains has the logits beside the loss. They are the largest tensor of the program, and a
-training loop reads the loss alone. So they leave the program sharded, and the output gathers a field the first time
-somebody reads it. Every rank must read it then, as every rank must call the model.
+The output of a model in training has the logits beside the loss. They are the largest tensor of the program, and a
+training loop reads the loss alone. So they leave the program sharded, and the output gathers a field the first time it
+is read. Reading such a field is a collective: every rank must read it, as every rank must call the model.
+
+The output is an instance of a subclass of the model's own output class. Only reading *values* gathers: an attribute, a
+key, a position, ``values()``, ``items()``, ``to_tuple()``. Printing, ``len``, ``in``, iterating over keys and copying
+do not, and pickling an output with sharded fields is refused: a log line on one rank must not wait for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections import OrderedDict
+from dataclasses import fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,108 +24,148 @@ from ..distributed.redistribute import redistribute
 from ..placement import REPLICATE
 from ..tensor.sharded_tensor import ShardedTensor
 
-_Base: Any = dict if TYPE_CHECKING else object
-_FIELDS = "_sharded_fields"
-"""Where an output notes which of its fields are still sharded."""
+_Base: Any = OrderedDict if TYPE_CHECKING else object
+_PENDING = "_pending_fields"
+"""Where an output has its fields that are still sharded, by name."""
 
 
 def gather_on_access(result: Any) -> Any:
-    """The output of a model with its sharded fields to be gathered on demand; anything else as it is."""
+    """An output with a loss, with its sharded fields to be gathered when they are read; any other result unchanged."""
     if not has_loss(result):
         return result
-    fields = {key: value for key in result if isinstance(value := dict.__getitem__(result, key), ShardedTensor)}
-    if not fields:
+    sharded = {key: value for key in result if isinstance(value := dict.__getitem__(result, key), ShardedTensor)}
+    if not sharded:
         return result
-    result.__dict__[_FIELDS] = set(fields)
-    result.__class__ = _pending(type(result))  # type: ignore[arg-type]
-    return result
+    plain: Any = type(result)
+    pending = {key: _Field(value) for key, value in sharded.items()}
+    return _new(_subclass(plain, tuple(sharded)), result, pending)
 
 
-def _whole(tensor: ShardedTensor) -> torch.Tensor:
-    """The whole tensor, with the gradient that the program would have had for it."""
-    group = tensor._spec.group
-    assert group is not None
-    return redistribute(_Inner.apply(tensor), tensor.placement, REPLICATE, tuple(tensor.shape), group)
+def _new(cls: type, source: Any, pending: dict[str, _Field]) -> Any:
+    """An output of class ``cls`` with the contents of another, without running the constructors of its class."""
+    output: Any = OrderedDict.__new__(cls)
+    output.__dict__.update(source.__dict__)
+    for key in source:
+        OrderedDict.__setitem__(output, key, dict.__getitem__(source, key))
+    output.__dict__[_PENDING] = dict(pending)
+    return output
 
 
-class _Inner(torch.autograd.Function):
-    """What this rank holds of a result. Of copies, the gradient comes in parts, which the program sums."""
+class _Field:
+    """A sharded field. Copies of an output share it, so that it is gathered once for all of them."""
+
+    def __init__(self, tensor: ShardedTensor) -> None:
+        self._tensor: ShardedTensor | None = tensor
+        self._full: torch.Tensor | None = None
+
+    def full(self) -> torch.Tensor:
+        """The full tensor, with the gradient that the program would have had for it. A collective, the first time."""
+        if self._full is None:
+            tensor = self._tensor
+            assert tensor is not None and tensor.group is not None
+            shape = tuple(tensor.shape)
+            self._full = redistribute(_ToLocal.apply(tensor), tensor.placement, REPLICATE, shape, tensor.group)
+            self._tensor = None
+        return self._full
+
+
+class _ToLocal(torch.autograd.Function):
+    """This rank's shard of a result. Where ranks hold replicas, their gradients are partial: the program sums them."""
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
-        ctx.spec, ctx.size = tensor._spec, tensor.shape
-        return tensor._local.detach()
+        ctx.spec, ctx.size = tensor.spec, tensor.shape
+        return tensor.local.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
         return ShardedTensor(grad.contiguous(), ctx.spec, ctx.size)
 
 
-def _gather(output: Any, key: str | None = None) -> None:
-    """Make one field whole, or all. With the last of them the output is of its own class again. A collective."""
-    state = object.__getattribute__(output, "__dict__")
-    fields = state[_FIELDS]
-    for name in sorted(fields) if key is None else [key]:
-        state[name] = whole = _whole(dict.__getitem__(output, name))
-        dict.__setitem__(output, name, whole)
-        fields.discard(name)
-    if not fields:
-        del state[_FIELDS]
-        output.__class__ = type(output).__bases__[1]
+class _Attribute:
+    """A field as an attribute: reading it gathers it, setting it replaces it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, output: Any, owner: type) -> Any:
+        if output is None:
+            return getattr(super(owner, owner), self.name)  # the default of the model's own class
+        output._gather(self.name)
+        return output.__dict__[self.name]
+
+    def __set__(self, output: Any, value: Any) -> None:
+        output.__dict__[_PENDING].pop(self.name, None)
+        output.__dict__[self.name] = value
 
 
-def _after_gathering(name: str) -> Callable[..., Any]:
-    """A method that reads all fields: they are gathered first."""
+class _GatherOnAccess(_Base):
+    """What the subclass of an output class adds to it."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _gather(self)
-        return getattr(type(self), name)(self, *args, **kwargs)
+    _plain: type
+    """The model's own output class."""
 
-    method.__name__ = name
-    return method
-
-
-class _Pending(_Base):
-    """What an output does until its fields are whole: reading a field gathers it, reading all gathers all."""
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in object.__getattribute__(self, "__dict__").get(_FIELDS, ()):
-            _gather(self, name)
-        return object.__getattribute__(self, name)
+    def _gather(self, *names: str) -> None:
+        """Replace these sharded fields, or all, by full tensors. A collective, if one of them is still sharded."""
+        pending: dict[str, _Field] = self.__dict__[_PENDING]
+        for name in names or sorted(pending):
+            if name in pending:
+                self.__dict__[name] = full = pending[name].full()
+                OrderedDict.__setitem__(self, name, full)
+                del pending[name]
 
     def __getitem__(self, key: Any) -> Any:
-        fields = self.__dict__[_FIELDS]
-        if key == 0:
-            key = next(iter(self))
-        if not isinstance(key, str):
-            _gather(self)
-            return self[key]
-        if key in fields:
-            _gather(self, key)
-        return dict.__getitem__(self, key)
+        if isinstance(key, str):
+            self._gather(key)
+            return dict.__getitem__(self, key)
+        names = list(self)[key]
+        return self[names] if isinstance(names, str) else tuple(self[name] for name in names)
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401
+        return self[key] if key in self else default  # noqa: SIM401 -- that is this method
 
+    def values(self) -> Any:
+        self._gather()
+        return super().values()
 
-_READING = (
-    "items",
-    "values",
-    "to_tuple",
-    "copy",
-    "pop",
-    "popitem",
-    "__eq__",
-    "__repr__",
-    "__reduce__",
-    "__reduce_ex__",
-)
-for _name in _READING:
-    setattr(_Pending, _name, _after_gathering(_name))
+    def items(self) -> Any:
+        self._gather()
+        return super().items()
+
+    def popitem(self, last: bool = True) -> Any:
+        self._gather()
+        return super().popitem(last)
+
+    def __repr__(self) -> str:
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]  # all output classes are dataclasses
+        return f"{type(self).__name__}({', '.join(f'{name}={self.__dict__.get(name)!r}' for name in names)})"
+
+    def __copy__(self) -> Any:
+        return _new(type(self), self, self.__dict__[_PENDING])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._plain(**dict(self.items())), memo)
+
+    def __reduce__(self) -> Any:
+        pending = self.__dict__[_PENDING]
+        if pending:
+            raise TypeError(
+                f"cannot pickle {type(self).__name__} while {', '.join(sorted(pending))} is sharded over ranks: read "
+                f"it on all ranks first (output.{min(pending)})"
+            )
+        return self._plain(**dict(self.items())).__reduce__()
 
 
 @cache
-def _pending(plain: Any) -> type:
-    """The class of a pending output. Called, it makes a plain one: tools rebuild an output as ``type(output)(...)``."""
-    fields = {"__module__": plain.__module__, "__new__": lambda cls, *args, **kwargs: plain(*args, **kwargs)}
-    return type(plain.__name__, (_Pending, plain), fields)
+def _subclass(plain: Any, names: tuple[str, ...]) -> type:
+    """The subclass of an output class with these sharded fields. Called, it makes a plain output: libraries rebuild an
+    output as ``type(output)(...)``."""
+    contents = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "__new__": lambda cls, *args, **kwargs: plain(*args, **kwargs),
+        "_plain": plain,
+        **{name: _Attribute(name) for name in names},
+    }
+    return type(plain.__name__, (_GatherOnAccess, plain), contents)
