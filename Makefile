@@ -47,6 +47,7 @@ lint: venv ## ruff, mypy, import contracts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy paraxis
+	$(BIN)/lint-imports --no-cache --no-logo
 
 format: venv ## ruff's fixes
 	$(BIN)/ruff check --fix

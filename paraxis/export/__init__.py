@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from ..capture import CaptureError
+from ..plan.offline import plan_model
+from ..weights.build import build_on_meta
 from ..weights.meta_init import tied_names
 from .candidates import Candidates, find_candidates, generic
 from .check import Check, is_divisible
@@ -131,9 +133,6 @@ def export_plan(
         raise ValueError(f"unknown format {target!r}: use one of {', '.join(FORMATS)}")
     if tp_size < 2:
         raise ValueError("one rank has nothing to shard: use two ranks or more")
-    from ..plan.offline import plan_model
-    from ..weights.build import build_on_meta
-
     built: Any = build_on_meta(model, None, {})
     try:
         plan = plan_model(model, tp_size, **kwargs)
