@@ -1,4 +1,4 @@
-"""Our own kernels for attention on a CPU, put where they compute what torch's would."""
+"""Attention on a CPU in the kernels for prefill and for decode, where they compute what torch's would."""
 
 from __future__ import annotations
 
@@ -8,30 +8,33 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graph.nodes import argument, tidied
-from ..kernels.cpu import decode_attention as one_query
-from ..kernels.cpu import prefill_attention as causal
+from ..graph.nodes import tidied
+from ..kernels.cpu import decode_attention, prefill_attention
 from ..kernels.cpu.build import load_kernel
 from .kv_cache_append import append, attend_extended
-from .patterns import unrepeated
+from .patterns import Attention, RepeatedHeads, attention_of, repeated_heads_of, without_repeated_heads
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def use_prefill_attention(module: GraphModule) -> int:
-    """Let attention where every query sees the rows up to its own be done by our kernel; how many times."""
+    """Replace causal attention of many queries by the kernel for prefill, in place; how many times."""
     graph = module.graph
     count = 0
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
-        shared = [unrepeated(x) or (x, 1) for x in node.args[1:3]]
-        given = [node.args[0], *(x for x, _ in shared)]
-        found: list[Any] = [x.meta.get("val") if isinstance(x, Node) else None for x in given]
-        if not _is_exact(node, causal=True) or not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in found):
+        attention = _unmasked_attention_of(node, causal=True)
+        if attention is None:
             continue
-        if shared[0][1] != shared[1][1] or not causal.fits(*found) or not _same_batch(*found):
+        keys, values = (repeated_heads_of(x) or RepeatedHeads(x, 1) for x in (attention.keys, attention.values))
+        states = (attention.query, keys.source, values.source)
+        tensors = _states_of(*states)
+        if tensors is None or keys.repeats != values.repeats:
+            continue
+        if not prefill_attention.fits(*tensors) or not _has_one_batch(*tensors):
             continue
         with graph.inserting_before(node):
-            result = graph.call_function(torch.ops.paraxis.prefill_attention.default, (*given, _scale(node)))
+            args = (*states, _scale_of(attention))
+            result = graph.call_function(torch.ops.paraxis.prefill_attention.default, args)
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         graph.erase_node(node)
@@ -40,25 +43,28 @@ def use_prefill_attention(module: GraphModule) -> int:
 
 
 def use_decode_attention(module: GraphModule, compiled: bool = False) -> int:
-    """Let attention of one query on caches that grow in place be one with that; how many times.
+    """Replace attention of one query, and the appends to its KV cache, by the kernel for decode; how many times.
 
-    ``compiled``: by an operator that a compiler leaves alone.
+    ``compiled``: by a registered operator, which a compiler does not look into.
     """
     target = torch.ops.paraxis.attend_appended.default if compiled else attend_extended
     graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     count = 0
     for node in graph.find_nodes(op="call_function", target=ATTENTION):
-        keys, values = _extended(node.args[1]), _extended(node.args[2])
-        if keys is None or values is None or keys is values or not _is_plain(node, keys, values):
+        attention = _unmasked_attention_of(node, causal=False)
+        if attention is None:
             continue
-        users = {cache: _others(cache, node, order) for cache in (keys, values)}
+        keys, values = _append_of(attention.keys), _append_of(attention.values)
+        if keys is None or values is None or keys is values or not _is_decode(attention.query, keys, values):
+            continue
+        users = {cache: _other_users(cache, node, order) for cache in (keys, values)}
         if any(order.get(user, -1) < order[node] for several in users.values() for user in several):
             continue
         users[node] = list(node.users)
-        given = (node.args[0], keys.args[0], values.args[0], keys.args[1], values.args[1])
+        pasts, rows = (keys.args[0], values.args[0]), (keys.args[1], values.args[1])
         with graph.inserting_before(node):
-            joint = graph.call_function(target, (*given, _scale(node)))
+            joint = graph.call_function(target, (attention.query, *pasts, *rows, _scale_of(attention)))
             joint.meta["val"] = tuple(x.meta["val"] for x in (node, keys, values))
             results = [graph.call_function(operator.getitem, (joint, i)) for i in range(3)]
         for old, result in zip((node, keys, values), results, strict=True):
@@ -70,61 +76,64 @@ def use_decode_attention(module: GraphModule, compiled: bool = False) -> int:
     return tidied(module, count)
 
 
-def _extended(node: Any) -> Node | None:
-    """What extends the keys or values of an attention; they may be repeated for several queries."""
-    repeated = unrepeated(node)
-    node = repeated[0] if repeated is not None else node
-    return node if isinstance(node, Node) and node.target in (torch.ops.paraxis.append_rows.default, append) else None
+def _append_of(states: Any) -> Node | None:
+    """The append to a KV cache whose result, perhaps with repeated heads, attention reads as keys or values."""
+    node = without_repeated_heads(states)
+    is_append = isinstance(node, Node) and node.target in (torch.ops.paraxis.append_rows.default, append)
+    return node if is_append else None
 
 
-def _is_plain(node: Node, keys: Node, values: Node) -> bool:
-    """Whether the kernel computes this: one query, which sees all rows."""
-    if not _is_exact(node, causal=False):
+def _is_decode(query: Any, keys: Node, values: Node) -> bool:
+    """Whether the kernel for decode computes attention of this query on these appends to a KV cache."""
+    states = _states_of(query, keys.args[1], values.args[1])
+    if states is None:
         return False
-    query: Any = node.args[0]
-    given: tuple[Any, ...] = (query, keys.args[1], values.args[1])
-    found: list[Any] = [x.meta.get("val") if isinstance(x, Node) else None for x in given]
-    if not all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in found) or found[1].shape != found[2].shape:
+    queries, new_keys, new_values = states
+    if new_keys.shape != new_values.shape or not _has_one_batch(*states):
         return False
-    if not _same_batch(*found):
-        return False
-    return one_query.fits(found[0], found[1]) and load_kernel("decode_attention") is not None
+    return decode_attention.fits(queries, new_keys) and load_kernel("decode_attention") is not None
 
 
-def _others(cache: Node, attention: Node, order: dict[Node, int]) -> list[Node]:
-    """Who uses a cache otherwise than for this attention."""
-    return [user for user in cache.users if _leads_elsewhere(user, attention, order)]
+def _other_users(cache: Node, attention: Node, order: dict[Node, int]) -> list[Node]:
+    """The users of a KV cache that are not only on the way to this attention."""
+    return [user for user in cache.users if _reaches_others(user, attention, order)]
 
 
-def _leads_elsewhere(user: Node, attention: Node, order: dict[Node, int]) -> bool:
-    """Whether somebody else than this attention uses what a node gives; what comes later is somebody else."""
-    waiting, seen = [user], {attention}
-    while waiting:
-        node = waiting.pop()
+def _reaches_others(user: Node, attention: Node, order: dict[Node, int]) -> bool:
+    """Whether a node, or what is computed from it, is used elsewhere than in this attention: later, or nowhere."""
+    pending, seen = [user], {attention}
+    while pending:
+        node = pending.pop()
         if node in seen:
             continue
         seen.add(node)
         if order.get(node, -1) > order[attention] or not node.users:
             return True
-        waiting += node.users
+        pending += node.users
     return False
 
 
-def _is_exact(node: Node, causal: bool) -> bool:
-    """Whether an attention is what kernels know: without a mask, dropout or a scale to be found out."""
-    if isinstance(argument(node, 3, "attn_mask", None), Node) or argument(node, 4, "dropout_p", 0.0):
-        return False
-    value, scale = node.meta.get("val"), node.kwargs.get("scale")
-    if isinstance(value, torch.Tensor) and value.dtype != torch.float32:  # cast on the way
-        return False
-    return bool(argument(node, 5, "is_causal", False)) is causal and isinstance(scale, (int, float, type(None)))
+def _unmasked_attention_of(node: Node, causal: bool) -> Attention | None:
+    """The arguments of an attention in float32, with a constant scale, and without mask and dropout."""
+    attention, value = attention_of(node), node.meta.get("val")
+    if attention is None or isinstance(attention.mask, Node) or bool(attention.is_causal) is not causal:
+        return None
+    if isinstance(value, torch.Tensor) and value.dtype != torch.float32:  # autocast would cast the inputs
+        return None
+    return attention if isinstance(attention.scale, (int, float, type(None))) else None
 
 
-def _scale(node: Node) -> float:
-    scale: Any = node.kwargs.get("scale")
-    return float(node.args[0].meta["val"].shape[3] ** -0.5 if scale is None else scale)  # type: ignore[union-attr]
+def _states_of(*nodes: Any) -> list[torch.Tensor] | None:
+    """Fake queries, keys or values; None if one has not four dimensions."""
+    values: list[Any] = [node.meta.get("val") if isinstance(node, Node) else None for node in nodes]
+    return values if all(isinstance(x, torch.Tensor) and x.dim() == 4 for x in values) else None
 
 
-def _same_batch(*values: torch.Tensor) -> bool:
-    """Whether nothing is repeated along the batch. Sizes may be symbols; the same one has the same name."""
+def _scale_of(attention: Attention) -> float:
+    scale = attention.scale
+    return float(attention.query.meta["val"].shape[3] ** -0.5 if scale is None else scale)
+
+
+def _has_one_batch(*values: torch.Tensor) -> bool:
+    """Whether nothing is broadcast along the batch. Symbolic sizes are compared by name, which adds no guard."""
     return len({str(value.shape[0]) for value in values}) == 1

@@ -1,7 +1,8 @@
-"""One kernel for what a layer does with query, key and value of a prompt on an empty cache of a fixed size.
+"""RoPE and KV cache writes of a prefill as one kernel per layer.
 
-The cache makes zeros and writes the turned keys and the values into them; the query is turned beside that. What is not
-exactly that stays as it is. See ``kernels/place.py``.
+In a prefill on an empty preallocated cache, a layer creates zeros and writes the rotated keys and the values into them;
+the query is rotated beside that. One kernel does all of it (:mod:`paraxis.kernels.triton.rope_kv_write`). What does not
+match exactly stays.
 """
 
 from __future__ import annotations
@@ -12,36 +13,50 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..compat.torch import schema_or_none
 from ..distributed.operators import take_shard
+from ..graph.match import ANY, NODE, AnyOf, Arg, Capture, Op, Via, Where, matches
 from ..graph.mutation import is_view
-from ..graph.nodes import argument, is_impure, tidied
-from ..kernels.triton import rope_kv_write as place  # noqa: F401 -- registers the operator
-from .patterns import DTYPES, base_of, both, is_call, turn_of, unrepeated, value_of
+from ..graph.nodes import is_impure, tidied
+from ..kernels.triton import rope_kv_write  # noqa: F401 -- registers the operator
+from .patterns import (
+    CREATION_OPTIONS,
+    KERNEL_DTYPES,
+    Rotary,
+    is_call,
+    is_input,
+    is_kernel_head_size,
+    is_position,
+    is_static,
+    range_of,
+    rotary_of,
+    tensor_of,
+    without_added_dims,
+    without_repeated_heads,
+)
 
 aten = torch.ops.aten
+Order = dict[Node, int]
+"""The position of every node in the program."""
+Writes = dict[Node, list[Node]]
+"""The nodes that write to a tensor, by the node that owns its memory."""
 
 
 def fuse_rope_kv_write(module: GraphModule) -> int:
-    """Replace in place what the kernel does; how many times."""
+    """Replace in place what the kernel computes; how many times."""
     graph: Graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    writes = _writes(graph)
+    writes = _writes_of(graph)
     count = 0
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        found = _parts(node, order, writes)
-        if found is None:
+        prefill = _prefill_of(node, order, writes)
+        if prefill is None or not _can_move(prefill, order, writes):
             continue
-        replaced, args = found
-        given = [arg for arg in args if isinstance(arg, Node)]
-        last = max(given, key=order.__getitem__)
-        if any(order[user] <= order[last] for old in replaced for user in old.users):
-            continue
-        if any(_home(arg) in writes for arg in given):  # they may change before they were read
-            continue
+        last = max(prefill.inputs, key=order.__getitem__)
         with graph.inserting_after(last):
-            results = graph.call_function(torch.ops.paraxis.rope_kv_write.default, args)
+            results = graph.call_function(torch.ops.paraxis.rope_kv_write.default, (*prefill.inputs, prefill.length))
         order[results] = order[last]
-        for i, old in reversed(list(enumerate(replaced))):
+        for i, old in reversed(list(enumerate(prefill.replaced))):
             with graph.inserting_after(results):
                 result = graph.call_function(operator.getitem, (results, i))
             result.meta = dict(old.meta)
@@ -52,40 +67,51 @@ def fuse_rope_kv_write(module: GraphModule) -> int:
 
 
 def merge_cache_counters(module: GraphModule) -> int:
-    """Count on copies of counters (each layer's cache has its own) in one go; how many counters."""
+    """Increment copies of counters (each layer's KV cache has one) by one operator; how many counters."""
     graph: Graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
-    writes = _writes(graph)
-    found: dict[tuple[Any, Any], list[tuple[Node, Node, Node]]] = {}
+    writes = _writes_of(graph)
+    merged: dict[tuple[int, torch.dtype], list[_Increment]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
-        copy, by = node.args[0], node.args[1]
-        counter, value = _original(copy), value_of(copy)
-        if counter is None or counter in writes or value is None or not isinstance(by, int) or node.kwargs:
+        copy, step = node.args[0], node.args[1]
+        counter, value = _copied_input(copy), tensor_of(copy)
+        if counter is None or counter in writes or value is None or not isinstance(step, int) or node.kwargs:
             continue
         if writes[copy] == [node] and not any(is_view(user) for user in copy.users):
-            found.setdefault((by, value.dtype), []).append((node, copy, counter))
-    for (by, _), pairs in found.items():
-        first = min((node for node, *_ in pairs), key=order.__getitem__)
+            merged.setdefault((step, value.dtype), []).append(_Increment(node, copy, counter))
+    for (step, _), increments in merged.items():
+        first = min((increment.node for increment in increments), key=order.__getitem__)
         with graph.inserting_before(first):
-            sums = graph.call_function(aten._foreach_add.Scalar, ([counter for *_, counter in pairs], by))
-            items = [graph.call_function(operator.getitem, (sums, i)) for i in range(len(pairs))]
-        for (node, copy, counter), item in zip(pairs, items, strict=True):
-            item.meta = dict(copy.meta)
+            sums = graph.call_function(aten._foreach_add.Scalar, ([each.counter for each in increments], step))
+            results = [graph.call_function(operator.getitem, (sums, i)) for i in range(len(increments))]
+        for (node, copy, counter), result in zip(increments, results, strict=True):
+            result.meta = dict(copy.meta)
             for user in set(copy.users) - {node}:
-                user.replace_input_with(copy, counter if order[user] < order[node] else item)
-            node.replace_all_uses_with(item)
+                user.replace_input_with(copy, counter if order[user] < order[node] else result)
+            node.replace_all_uses_with(result)
             graph.erase_node(node)
-    return tidied(module, sum(map(len, found.values())))
+    return tidied(module, sum(map(len, merged.values())))
 
 
-def _original(node: Any) -> Node | None:
+class _Increment(NamedTuple):
+    """``copy.add_(step)`` of a copy of a counter that is an input."""
+
+    node: Node
+    copy: Node
+    counter: Node
+
+
+def _copied_input(node: Any) -> Node | None:
     """The input that a node is a copy of."""
     source = node.args[0] if is_call(node, aten.clone.default) else None
-    return source if isinstance(source, Node) and source.op == "placeholder" else None
+    return source if is_input(source) else None
 
 
-def _home(node: Node) -> Node:
-    """The tensor whose memory a node is, or may be, another name of."""
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _owner_of(node: Node) -> Node:
+    """The node that owns the memory of a tensor, which may be a view of it or the result of a write into it."""
     while is_view(node) or (node.op == "call_function" and is_impure(node)):
         source = node.args[0] if node.args else None
         if not isinstance(source, Node):
@@ -94,107 +120,159 @@ def _home(node: Node) -> Node:
     return node
 
 
-def _writes(graph: Graph) -> dict[Node, list[Node]]:
-    """The tensors that are written to, and by which nodes."""
-    found: dict[Node, list[Node]] = {}
+def _writes_of(graph: Graph) -> Writes:
+    """All writes of the program."""
+    found: Writes = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "output") or not is_impure(node):
             continue
-        schema = getattr(node.target, "_schema", None)
-        targets = node.all_input_nodes
-        if schema is not None and not node.kwargs:
-            pairs = zip(schema.arguments, node.args, strict=False)
-            changed = [arg for given, arg in pairs if given.alias_info is not None and given.alias_info.is_write]
-            targets = [x for arg in changed for x in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        for target in targets:
+        for target in _write_targets(node):
             if isinstance(target, Node):
-                found.setdefault(_home(target), []).append(node)
+                found.setdefault(_owner_of(target), []).append(node)
     return found
 
 
-class _Write(NamedTuple):
-    """Rows put into zeros from a place on that an input says."""
+def _write_targets(node: Node) -> list[Any]:
+    """The arguments that a node writes to: all of them, unless the schema of the operator says which."""
+    schema = schema_or_none(node.target)
+    if schema is None or node.kwargs:
+        return list(node.all_input_nodes)
+    pairs = zip(schema.arguments, node.args, strict=False)
+    written = [arg for formal, arg in pairs if formal.alias_info is not None and formal.alias_info.is_write]
+    return [target for arg in written for target in (arg if isinstance(arg, (list, tuple)) else [arg])]
+
+
+# -- matching --------------------------------------------------------------------------------------------------------
+
+_ZEROS = AnyOf(
+    Op(aten.zeros.default, ANY, users=1, ignore=CREATION_OPTIONS),
+    Op(
+        aten.full.default,
+        ANY,
+        Where(lambda value: isinstance(value, (int, float)) and value == 0),
+        users=1,
+        ignore=CREATION_OPTIONS,
+    ),
+)
+_EMPTY_CACHE = AnyOf(_ZEROS, Op(take_shard, _ZEROS, ANY, ANY, ANY, users=1))
+"""Zeros, or a rank's shard of them, that nothing else reads or writes."""
+
+_WRITE = Op(
+    aten.index_put.default,
+    _EMPTY_CACHE,
+    [
+        None,
+        None,
+        Capture(
+            "positions",
+            Op(aten.add.Tensor, range_of(Capture("count")), Capture("start", Where(is_position)), commutes=True),
+        ),
+    ],
+    Capture("rows", NODE),
+)
+"""``cache[:, :, arange(count) + start] = rows``"""
+
+_WRITTEN_STATES = Via(without_repeated_heads, Capture("node", _WRITE))
+_STATES = AnyOf(
+    Op(aten.slice.Tensor, _WRITTEN_STATES, Arg("dim", 2, 0), Arg("start", 0), Arg("end"), Arg("step", default=1)),
+    _WRITTEN_STATES,
+)
+"""What attention reads as keys or values: the cache or the first rows of it, perhaps with repeated heads."""
+
+
+class _KVWrite(NamedTuple):
+    """A write of rows into an empty cache, from a position on that is an input."""
 
     node: Node
     start: Node
     rows: Node
 
 
-def _parts(
-    node: Node, order: dict[Node, int], writes: dict[Node, list[Node]]
-) -> tuple[tuple[Node, Node, Node], tuple[Any, ...]] | None:
-    """(query, keys, values) of an attention as the kernel gives them, and what it takes."""
-    query: Any = node.args[0]
-    keys, values = (_written(states, order, writes) for states in node.args[1:3])
-    shown = value_of(query)
-    if keys is None or values is None or keys.start is not values.start or shown is None or shown.dim() != 4:
+class _Prefill(NamedTuple):
+    """What the kernel computes for a layer.
+
+    Attributes:
+        replaced: The rotated query, and the caches of keys and values.
+        inputs: Query and key before RoPE, value, cosines, sines, and the position of the first row.
+        length: The length of the caches.
+    """
+
+    replaced: tuple[Node, Node, Node]
+    inputs: tuple[Node, ...]
+    length: int
+
+
+def _prefill_of(node: Node, order: Order, writes: Writes) -> _Prefill | None:
+    """What the kernel computes of the inputs of an attention; None if it does not compute them."""
+    query, keys, values = node.args[0], *(_kv_write_of(states, order, writes) for states in node.args[1:3])
+    if keys is None or values is None or keys.start is not values.start or not isinstance(query, Node):
         return None
-    cache, other, rows = value_of(keys.node), value_of(values.node), value_of(values.rows)
-    if cache is None or other is None or rows is None:
+    rows = _kernel_rows(query, keys, values)
+    if rows is None:
         return None
-    if not all(isinstance(n, int) for n in (*shown.shape, *cache.shape)):
+    features = rows.shape[3]
+    rotaries = [rotary_of(states, rows.shape[2], features) for states in (query, keys.rows)]
+    rotary, key_rotary = rotaries
+    if rotary is None or key_rotary is None or not rotary.has_angles_of(key_rotary):
         return None
-    if not (shown.dtype == cache.dtype == other.dtype == rows.dtype and cache.dtype in DTYPES):
+    if _shape(rotary.x) != _shape(query) or _shape(key_rotary.x) != tuple(rows.shape):
+        return None
+    angles = _kernel_angles(rotary, rows)
+    if angles is None:
+        return None
+    inputs = (rotary.x, key_rotary.x, values.rows, *angles, keys.start)
+    return _Prefill((query, keys.node, values.node), inputs, _shape(keys.node)[2])
+
+
+def _kernel_rows(query: Node, keys: _KVWrite, values: _KVWrite) -> torch.Tensor | None:
+    """The rows of values that are written, if the kernel takes the shapes and dtypes of a layer."""
+    tensors = [tensor_of(node) for node in (query, keys.node, values.node, values.rows)]
+    if any(tensor is None for tensor in tensors):
+        return None
+    states, cache, value_cache, rows = tensors  # type: Any, Any, Any, Any
+    if states.dim() != 4 or cache.dim() != 4 or not is_static(states, cache):
+        return None
+    if not states.dtype == cache.dtype == value_cache.dtype == rows.dtype or cache.dtype not in KERNEL_DTYPES:
         return None
     batch, heads, length, features = cache.shape
-    count = shown.shape[2]
-    if count == 1 or count > length or shown.shape[0] != batch or shown.shape[3] != features:
+    count = states.shape[2]
+    if count == 1 or count > length or states.shape[0] != batch or states.shape[3] != features:
         return None
-    if other.shape != cache.shape or rows.shape != (batch, heads, count, features):
+    if value_cache.shape != cache.shape or rows.shape != (batch, heads, count, features):
         return None
-    if features & (features - 1) or not 16 <= features <= 256:
+    return rows if is_kernel_head_size(features) else None
+
+
+def _kernel_angles(rotary: Rotary, rows: torch.Tensor) -> tuple[Node, Node] | None:
+    """Cosines and sines as [batch or 1, rows, features], if they have the same shape."""
+    cos, sin = without_added_dims(rotary.cos), without_added_dims(rotary.sin)
+    if _shape(cos) != _shape(sin) or _shape(cos)[1:] != tuple(rows.shape[2:]):
         return None
-    turned, turned_key = turn_of(query, count, features), turn_of(keys.rows, count, features)
-    if turned is None or turned_key is None or turned[1:] != turned_key[1:]:
-        return None
-    if _shape(turned.x) != tuple(shown.shape) or _shape(turned_key.x) != tuple(rows.shape):
-        return None
-    factors = [base_of(by) for by in turned[1:]]
-    if _shape(factors[0]) != _shape(factors[1]) or _shape(factors[0])[1:] != (count, features):
-        return None
-    args = (turned.x, turned_key.x, values.rows, *factors, keys.start, length)
-    return (query, keys.node, values.node), args
+    return cos, sin
 
 
 def _shape(node: Any) -> tuple[Any, ...]:
-    value = value_of(node)
+    value = tensor_of(node)
     return () if value is None else tuple(value.shape)
 
 
-def _written(node: Any, order: dict[Node, int], writes: dict[Node, list[Node]]) -> _Write | None:
-    """The write whose result, or first rows, attention sees."""
-    if is_call(node, aten.slice.Tensor) and argument(node, 1, "dim", 0) == 2 and argument(node, 2, "start", None) == 0:
-        node = node.args[0]
-    repeated = unrepeated(node)
-    node = repeated[0] if repeated else node
-    if not is_call(node, aten.index_put.default) or len(node.args) != 3 or node.kwargs or not _is_zero(node.args[0]):
-        return None
-    _, index, rows = node.args
-    if len(index) != 3 or index[0] is not None or index[1] is not None or not isinstance(rows, Node):
-        return None
-    written = value_of(rows)
-    for counted, start in both(index[2], aten.add.Tensor):
-        first, value = _original(start) or start, value_of(start)
-        if written is None or written.dim() != 4 or value is None or value.dtype != torch.int64 or value.numel() != 1:
+def _kv_write_of(states: Any, order: Order, writes: Writes) -> _KVWrite | None:
+    """The write whose result, or first rows, attention reads as keys or values."""
+    for found in matches(_STATES, states):
+        rows, start, positions = tensor_of(found["rows"]), found["start"], found["positions"]
+        source = _copied_input(start) or start
+        if rows is None or rows.dim() != 4 or not is_input(source):
             continue
-        if first.op != "placeholder" or not is_call(counted, *_RANGES):
+        if any(order[write] < order[positions] for write in writes.get(start, ())):
             continue
-        if any(order[change] < order[index[2]] for change in writes.get(start, ())):
-            continue
-        if counted.args in ((0, written.shape[2]), (0, written.shape[2], 1), (written.shape[2],)):
-            return _Write(node, first, rows)
+        if found["count"] == rows.shape[2]:
+            return _KVWrite(found["node"], source, found["rows"])
     return None
 
 
-_RANGES = (aten.arange.start_step, aten.arange.start, aten.arange.default)
-
-
-def _is_zero(node: Any) -> bool:
-    """Whether a tensor, or the one that it is the rank's part of, is zeros that nobody else sees, or writes to."""
-    if is_call(node, take_shard) and len(node.users) == 1:
-        node = node.args[0]
-    if not isinstance(node, Node) or len(node.users) != 1:
+def _can_move(prefill: _Prefill, order: Order, writes: Writes) -> bool:
+    """Whether the kernel can run right after its last input: before all uses of its results, on unchanged memory."""
+    last = max(order[node] for node in prefill.inputs)
+    if any(order[user] <= last for node in prefill.replaced for user in node.users):
         return False
-    if is_call(node, aten.full.default):
-        return isinstance(node.args[1], (int, float)) and node.args[1] == 0
-    return is_call(node, aten.zeros.default)
+    return not any(_owner_of(node) in writes for node in prefill.inputs)

@@ -1,19 +1,19 @@
-"""Attention of a single query without copies of the keys and values.
+"""Attention of one query as sums over the KV cache, without copies of it.
 
-Models with fewer key/value heads than query heads repeat the former before attention, which copies the whole cache for
-every token where no kernel takes it as it is (a static cache comes with a mask, which rules the fast kernels out). One
-query per sequence needs no kernel at all: the products are sums over the cache that a compiler fuses.
+Models with fewer key/value heads than query heads repeat the former before attention, which copies the entire KV cache
+in every decode step where no kernel takes fewer heads (a static cache comes with a mask, which rules out the flash
+kernels). One query per sequence needs no kernel at all: its matmuls are sums over the cache that a compiler fuses.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.nodes import argument, shape_of, tidied
-from .patterns import unrepeated
+from ..graph.nodes import shape_of, tidied
+from .patterns import attention_of, count_queries, repeated_heads_of
 
 aten = torch.ops.aten
 
@@ -22,44 +22,45 @@ def decompose_single_query_attention(module: GraphModule) -> int:
     """Replace attention of one query on repeated keys and values, in place; how many times."""
     graph: Graph = module.graph
     count = 0
-    for node in list(graph.nodes):
-        found = _match(node)
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        found = _single_query_of(node)
         if found is None:
             continue
-        keys, values, groups = found
         with graph.inserting_before(node):
-            result = _emit(graph, node, keys, values, groups)
+            result = graph.call_function(attend_one, tuple(found))
         node.replace_all_uses_with(result)
         graph.erase_node(node)
         count += 1
     return tidied(module, count)
 
 
-def _match(node: Node) -> tuple[Node, Node, int] | None:
-    """(keys, values, queries per key) of an attention on repeated keys and values with one query."""
-    if node.target is not aten.scaled_dot_product_attention.default:
-        return None
-    query, key, value = node.args[:3]
-    mask = argument(node, 3, "attn_mask", None)
-    if argument(node, 4, "dropout_p", 0.0) or argument(node, 5, "is_causal", False):
-        return None
-    shape = shape_of(node)
-    if shape is None or len(shape) != 4 or not isinstance(shape[2], int) or shape[2] != 1:
-        return None
-    if isinstance(mask, Node):
-        seen = shape_of(mask)
-        if seen is None or len(seen) != 4 or seen[1] != 1:  # a mask per head
-            return None
-    keys, values = unrepeated(key), unrepeated(value)
-    if keys is None or values is None or keys[1] != values[1] or not isinstance(query, Node):
-        return None
-    return keys[0], values[0], keys[1]
+class _SingleQuery(NamedTuple):
+    """The arguments of :func:`attend_one`."""
+
+    query: Node
+    keys: Node
+    values: Node
+    mask: Any
+    groups: int
+    scale: float | None
 
 
-def _emit(graph: Graph, node: Node, keys: Node, values: Node, groups: int) -> Node:
-    query: Any = node.args[0]
-    mask, scale = argument(node, 3, "attn_mask", None), node.kwargs.get("scale")
-    return graph.call_function(attend_one, (query, keys, values, mask, groups, scale))
+def _single_query_of(node: Node) -> _SingleQuery | None:
+    """The parts of an attention of one query on repeated keys and values."""
+    found = attention_of(node)
+    if found is None or found.is_causal or count_queries(node) != 1 or not isinstance(found.query, Node):
+        return None
+    keys, values = repeated_heads_of(found.keys), repeated_heads_of(found.values)
+    if keys is None or values is None or keys.repeats != values.repeats:
+        return None
+    if isinstance(found.mask, Node) and not _is_shared_by_heads(found.mask):
+        return None
+    return _SingleQuery(found.query, keys.source, values.source, found.mask, keys.repeats, found.scale)
+
+
+def _is_shared_by_heads(mask: Node) -> bool:
+    shape = shape_of(mask)
+    return shape is not None and len(shape) == 4 and bool(shape[1] == 1)
 
 
 def attend_one(
@@ -75,8 +76,8 @@ def attend_one(
     grouped = query.unflatten(1, (-1, groups)).float() * scale  # [batch, key heads, groups, 1, features]
     scores = (grouped * keys.unsqueeze(2).float()).sum(-1)  # [batch, key heads, groups, length]
     if mask is not None:
-        seen = mask.expand(-1, -1, 1, -1)
-        scores = scores.masked_fill(~seen, float("-inf")) if seen.dtype == torch.bool else scores + seen
+        mask = mask.expand(-1, -1, 1, -1)
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     weights = aten._safe_softmax.default(scores, -1).unsqueeze(-1)
     result = (weights * values.unsqueeze(2).float()).sum(-2)  # [batch, key heads, groups, features]
     return result.to(query.dtype).flatten(1, 2).unsqueeze(2)
