@@ -1,9 +1,9 @@
 """Activation checkpointing in the local program.
 
-What the model runs under ``torch.utils.checkpoint`` is captured as an operator with a subgraph, and analysed as part of
-the one graph. Its operators carry the name of that region through the rewriting; here those of a region become a
-program of their own again, which runs under torch's checkpointing: nothing of its inside is kept for the backward pass,
-which computes it a second time, collectives and all, on every rank.
+What the model runs under ``torch.utils.checkpoint`` is captured as an operator with a subgraph, which is inlined into
+the one graph that is solved and partitioned. Partitioning notes on every operator which region it is of. Here the
+operators of a region become a program of their own again, which runs under torch's checkpointing: autograd saves no
+activation of it, and the backward pass runs it again, collectives included, on every rank.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint
 
+from ..compat.torch import schema_or_none
 from ..distributed.random import RandomState
 from ..graph.local_program import REGION, info_of
 
 
 def recompute(module: GraphModule) -> int:
-    """Make a checkpointed program of every region, in place; how many there were.
+    """Run every checkpointed region under checkpointing, in place; how many.
 
-    A region is left as it is, which is right and keeps more memory, where it is not one piece of the program or writes
-    to memory that it does not own.
+    A region is not checkpointed, which is correct and saves more activations, if operators of another region are
+    between its own, or if it writes to memory.
     """
-    found: dict[str, list[Node]] = {}
+    regions: dict[str, list[Node]] = {}
     for node in module.graph.nodes:
         if REGION in node.meta:
-            found.setdefault(node.meta[REGION], []).append(node)
+            regions.setdefault(node.meta[REGION], []).append(node)
     count = 0
-    for name, nodes in found.items():
-        piece = _between(nodes[0], nodes[-1])
-        if {n.meta.get(REGION, name) for n in piece} != {name} or any(map(_writes, piece)):
+    for name, nodes in regions.items():
+        region = _calls_between(nodes[0], nodes[-1])
+        if {n.meta.get(REGION, name) for n in region} != {name} or any(map(_writes, region)):
             continue
-        _extract(module, piece, f"recomputed_{count}", info_of(module).random)
+        _extract(module, region, f"recomputed_{count}", info_of(module).random)
         count += 1
     if count:
         module.graph.lint()
@@ -44,8 +45,8 @@ def recompute(module: GraphModule) -> int:
     return count
 
 
-def _between(first: Node, last: Node) -> list[Node]:
-    """All nodes from one to another, less those that only name something."""
+def _calls_between(first: Node, last: Node) -> list[Node]:
+    """All nodes from one to another, both included, but for placeholders and attributes."""
     found, node = [], first
     while True:
         if node.op not in ("placeholder", "get_attr"):
@@ -56,44 +57,48 @@ def _between(first: Node, last: Node) -> list[Node]:
 
 
 def _writes(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
+    """Whether a node writes to memory."""
+    schema = schema_or_none(node.target)
     return "writes" in node.meta or (schema is not None and schema.is_mutable)
 
 
-def _extract(module: GraphModule, piece: list[Node], name: str, random: RandomState | None) -> None:
-    """Move nodes into a graph of their own, and call that where the last of them was."""
-    inside = set(piece)
-    inputs = list(dict.fromkeys(n for node in piece for n in node.all_input_nodes if n not in inside))
-    outputs = [node for node in piece if any(user not in inside for user in node.users)]
+def _extract(module: GraphModule, region: list[Node], name: str, random: RandomState | None) -> None:
+    """Move the nodes of a region into a graph module, and call that where the last of them was."""
+    inside = set(region)
+    inputs = list(dict.fromkeys(n for node in region for n in node.all_input_nodes if n not in inside))
+    outputs = [node for node in region if any(user not in inside for user in node.users)]
     graph = Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
-    for node in piece:
+    for node in region:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[node] for node in outputs))
-    draws = random if any("random" in node.meta for node in piece) else None
+    drawn_from = random if any("random" in node.meta for node in region) else None
     body = GraphModule(module, graph, class_name="Recomputed")
     module.add_submodule(name, body)
-    following = piece[-1].next
+    following = region[-1].next
     with module.graph.inserting_before(following):
         inner = module.graph.get_attr(name)
-        result = module.graph.call_function(_recomputed(draws), (inner, *inputs))
+        result = module.graph.call_function(_checkpointed(drawn_from), (inner, *inputs))
         for position, node in enumerate(outputs):
             item = module.graph.call_function(operator.getitem, (result, position))
             item.meta = {key: value for key, value in node.meta.items() if key != REGION}
             node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
-    for node in reversed(piece):
+    for node in reversed(region):
         module.graph.erase_node(node)
 
 
-def _recomputed(random: RandomState | None) -> Callable[..., Any]:
+def _checkpointed(random: RandomState | None) -> Callable[..., Any]:
+    """The function that calls a region under checkpointing, named ``recomputed`` in a printed program."""
+
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """For the forward pass, and for the recomputation, which draws the same random numbers."""
         state = None if random is None else random.generator.get_state()
         return nullcontext(), nullcontext() if random is None else _drawing_from(random, state)
 
     def recomputed(body: Callable[..., Any], *args: Any) -> Any:
         if not torch.is_grad_enabled():
             return body(*args)
-        # Random operators seed themselves from the state of this project; torch's own need not be kept.
+        # Random operators draw from the program's own state; there is no need to save torch's.
         return checkpoint(
             body, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, determinism_check="none"
         )
@@ -104,10 +109,10 @@ def _recomputed(random: RandomState | None) -> Callable[..., Any]:
 
 @contextmanager
 def _drawing_from(random: RandomState, state: Any) -> Iterator[None]:
-    """Draw again what was drawn from that state on."""
-    now = random.generator.get_state()
+    """Draw from an earlier state, and restore the current one."""
+    current = random.generator.get_state()
     random.generator.set_state(state)
     try:
         yield
     finally:
-        random.generator.set_state(now)
+        random.generator.set_state(current)

@@ -1,7 +1,7 @@
-"""Fewer, larger collectives: small all-reduces that do not wait for one another become one.
+"""Small all-reduces that do not depend on one another become one.
 
-A norm over a sharded dimension needs one number per token from all ranks; query and key norms need two such numbers,
-which are ready at about the same time. A small all-reduce costs mostly its latency, so they share one.
+A norm over a sharded dimension needs one number per token from all ranks; the norms of query and key need two such
+numbers, which are ready at about the same time. The cost of a small all-reduce is its latency, so they share one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_BYTES = 1 << 16
 
 
 def merge_all_reduces(module: GraphModule) -> int:
-    """Merge pairs of small all-reduces in place; the program's list of collectives loses those that joined another."""
+    """Merge pairs of small all-reduces in place, also in the program's list of collectives; how many pairs."""
     graph: Graph = module.graph
     collectives = info_of(module).collectives
     small = [n for n in graph.find_nodes(op="call_function", target=all_reduce) if _bytes(n) <= MAX_BYTES]
@@ -48,18 +48,18 @@ def merge_all_reduces(module: GraphModule) -> int:
 
 
 def _bytes(node: Node) -> int:
+    """The size of the tensor that an all-reduce communicates."""
     fake = node.meta[FULL]
     return prod((hint(n) for n in fake.shape), start=1) * int(fake.dtype.itemsize)
 
 
 def _between(first: Node, second: Node) -> list[Node] | None:
-    """The nodes between that depend on the first; None if the second does too, or if order matters there."""
+    """The nodes between two all-reduces that depend on the first; None if the second does too, or if order matters."""
     dependent, known = [], {first}
     node = first.next
     while node is not second:
-        if (
-            node.op == "output" or has_side_effect(node) or "random" in node.meta
-        ):  # an earlier merge has moved the first one behind the second
+        # The end of the program comes before the second one if an earlier merge has moved the first behind it.
+        if node.op == "output" or has_side_effect(node) or "random" in node.meta:
             return None
         if known & set(node.all_input_nodes):
             known.add(node)
@@ -69,6 +69,7 @@ def _between(first: Node, second: Node) -> list[Node] | None:
 
 
 def _merge(graph: Graph, first: Node, second: Node, dependent: list[Node]) -> None:
+    """Communicate both where the second one is, and move what depends on the first behind that."""
     with graph.inserting_before(second):
         both = graph.call_function(all_reduce_coalesced, ([first.args[0], second.args[0]], *first.args[1:]))
         results = [graph.call_function(operator.getitem, (both, k)) for k in range(2)]

@@ -1,8 +1,8 @@
-"""Experts one after the other, on a CPU.
+"""Experts of a MoE layer one after the other on a CPU, so that activations stay in its cache.
 
-A mixture sorts its rows by expert, and each operator between its two grouped products goes through the rows of all
-experts: megabytes that leave the processor's cache before the next operator reads them, in memory that is new each
-time. Here an expert goes through all of them with its own rows before the next one begins.
+A MoE layer sorts its rows by expert, and each operator between its two grouped matmuls runs over the rows of all
+experts: megabytes of newly allocated memory, which leave the processor's cache before the next operator reads them.
+Here all operators run on the rows of one expert before those of the next.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from ..graph.nodes import tidied
+from ..compat.torch import OpOverload
+from ..graph.match import ANY, AnyOf, Arg, Op, match
+from ..graph.nodes import argument, tidied
 from ..kernels.cpu.gemv import mm_into
+from .patterns import CREATION_OPTIONS
 
 aten = torch.ops.aten
 
-_BY_COLUMN = {aten.chunk.default: 2, aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.slice.Tensor: 1}
-"""Operators that take a part of every row, and where they have their dimension."""
+_SLICES = {aten.chunk.default: 2, aten.split.Tensor: 2, aten.split_with_sizes.default: 2, aten.slice.Tensor: 1}
+"""Operators that take slices along a dimension, and the position of that argument."""
 
 
 def run_experts_in_sequence(module: GraphModule) -> int:
-    """Run what is between two grouped products expert by expert, in place; how many such pairs there were."""
+    """Run pairs of grouped matmuls, and the operators between them, expert by expert, in place; how many pairs."""
     graph, count = module.graph, 0
     for second in list(graph.nodes):
         found = _match(second)
@@ -36,7 +39,7 @@ def run_experts_in_sequence(module: GraphModule) -> int:
         module.add_submodule(name, between)
         with graph.inserting_before(found.last):
             inner = graph.get_attr(name)
-            result = graph.call_function(in_turn, (*found.arguments, inner))
+            result = graph.call_function(run_experts, (*found.arguments, inner))
             result.meta = dict(found.last.meta)
         found.last.replace_all_uses_with(result)
         _select_rows(graph, result)
@@ -44,7 +47,7 @@ def run_experts_in_sequence(module: GraphModule) -> int:
     return tidied(module, count)
 
 
-def in_turn(
+def run_experts(
     rows: torch.Tensor,
     index: torch.Tensor | None,
     first: torch.Tensor,
@@ -60,56 +63,54 @@ def in_turn(
     for expert, end in enumerate(offsets.tolist()):
         if start == end:
             continue
-        taken = rows[start:end] if index is None else rows.index_select(0, index[start:end])
-        mine = result[start:end]
+        inputs = rows[start:end] if index is None else rows.index_select(0, index[start:end])
+        outputs = result[start:end]
         inner = torch.empty((end - start, first.shape[2]), dtype=rows.dtype, device=rows.device)
-        mm_into(taken, first[expert], inner)
-        mm_into(between(inner), second[expert], mine)
+        mm_into(inputs, first[expert], inner)
+        mm_into(between(inner), second[expert], outputs)
         if scale is not None:
-            mine.mul_(scale[start:end])
+            outputs.mul_(scale[start:end])
         start = end
     result[start:].zero_()  # rows of no expert
     return result
 
 
 def _select_rows(graph: Graph, result: Node) -> None:
-    """Take the rows back into their order by the operator that is made for rows; the general one is much slower.
+    """Restore the order of the rows by ``index_select``, which is much faster than ``index``.
 
-    It takes no negative indices, so it is used for permutations alone.
+    It takes no negative indices, so it is used for inverse permutations alone.
     """
     for user in list(result.users):
         indices: Any = user.args[1] if user.target is aten.index.Tensor and user.args[0] is result else []
         order = indices[0] if len(indices) == 1 else None
-        if _is_inverse(order):
+        if match(_INVERSE_PERMUTATION, order) is not None:
             with graph.inserting_before(user):
-                chosen = graph.call_function(aten.index_select.default, (result, 0, order))
-                chosen.meta = dict(user.meta)
-            user.replace_all_uses_with(chosen)
+                selected = graph.call_function(aten.index_select.default, (result, 0, order))
+                selected.meta = dict(user.meta)
+            user.replace_all_uses_with(selected)
 
 
-def _is_inverse(order: Any) -> bool:
-    """Whether indices are the inverse of those by which something was sorted: 0, 1, 2, ... put where these say."""
-    if not isinstance(order, Node) or order.target is not aten.index_put.default or len(order.args) != 3:
-        return False
-    indices: Any = order.args[1]
-    numbers: Any = order.args[2]
-    if not isinstance(numbers, Node) or numbers.target not in (aten.arange.default, aten.arange.start_step):
-        return False
-    if numbers.target is aten.arange.start_step and (numbers.args[0], *numbers.args[2:]) not in ((0,), (0, 1)):
-        return False
-    where: Any = indices[0]
-    if not isinstance(where, Node) or where.target is not getitem or where.args[1] != 1:
-        return False
-    source: Any = where.args[0]
-    return isinstance(source, Node) and source.target is aten.sort.default
+_SORTED_INDICES = Op(getitem, Op(aten.sort.default, ANY, Arg("dim"), Arg("descending")), 1)
+_RANGE = AnyOf(
+    Op(aten.arange.default, ANY, ignore=CREATION_OPTIONS),
+    Op(aten.arange.start_step, 0, ANY, Arg("step", 1, 1), ignore=CREATION_OPTIONS),
+)
+_INVERSE_PERMUTATION = Op(aten.index_put.default, ANY, [_SORTED_INDICES], _RANGE)
+"""``inverse[x.sort().indices] = arange(n)``"""
 
 
-# -- finding them ----------------------------------------------------------------------------------------------------
+# -- matching --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class _Pair:
-    """Two grouped products with operators on single rows in between."""
+    """Two grouped matmuls with operators on single rows in between.
+
+    Attributes:
+        last: The node whose result replaces all of them.
+        arguments: Those of :func:`run_experts`, but for the last.
+        between: What is computed from a row of the first for a row of the second.
+    """
 
     last: Node
     arguments: tuple[Any, ...]
@@ -117,46 +118,48 @@ class _Pair:
 
 
 def _match(second: Node) -> _Pair | None:
-    if not is_grouped(second):
+    """The pair whose second matmul is this node."""
+    if not is_grouped_mm(second):
         return None
     offsets, inner = second.args[2], second.args[0]
     found = _between(inner, offsets) if isinstance(inner, Node) else None
     if found is None:
         return None
     first, between = found
-    rows, index = _gathered(first.args[0])
+    rows, index = _selected_rows(first.args[0])
     scaled = _scaled(second)
     last, scale = scaled if scaled is not None else (second, None)
     return _Pair(last, (rows, index, first.args[1], second.args[1], offsets, scale), between)
 
 
-def is_grouped(node: Any) -> bool:
+def is_grouped_mm(node: Any) -> bool:
+    """Whether a node is the grouped matmul by which transformers runs experts on a CPU."""
     packet = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return isinstance(node, Node) and packet is not None and node.target is packet.default
 
 
 def _between(result: Node, offsets: Any) -> tuple[Node, Graph] | None:
-    """The grouped product that a tensor is computed from row by row and from nothing else, and how."""
+    """The grouped matmul that a tensor is computed from row by row and from nothing else, and the graph of that."""
     inside: list[Node] = []
     first: Node | None = None
-    ahead = [result]
-    while ahead:
-        node = ahead.pop()
+    pending = [result]
+    while pending:
+        node = pending.pop()
         if node in inside or node is first:
             continue
-        if is_grouped(node):
+        if is_grouped_mm(node):
             if first is not None or node.args[2] is not offsets:
                 return None
             first = node
             continue
-        if not _keeps_rows(node):
+        if not _is_rowwise(node):
             return None
         inside.append(node)
-        ahead += node.all_input_nodes
+        pending += node.all_input_nodes
     if first is None:
         return None
     known = {*inside, first}
-    # used elsewhere, they would have to be there as a whole
+    # What is used elsewhere too would have to exist for all experts at once.
     if any(user not in known for node in known - {result} for user in node.users) or len(result.users) != 1:
         return None
     graph = Graph()
@@ -167,32 +170,31 @@ def _between(result: Node, offsets: Any) -> tuple[Node, Graph] | None:
     return first, graph
 
 
-def _keeps_rows(node: Node) -> bool:
-    """Whether every row of a result is made of the same row of the inputs, and of numbers."""
+def _is_rowwise(node: Node) -> bool:
+    """Whether every row of a result is computed from the same row of the inputs, and from constants."""
     if node.target is getitem:
         return True
-    if node.target in _BY_COLUMN:
-        position = _BY_COLUMN[node.target]
-        return (node.args[position] if len(node.args) > position else node.kwargs.get("dim", 0)) in (1, -1)
-    if not isinstance(node.target, torch._ops.OpOverload) or not node.all_input_nodes:
+    if node.target in _SLICES:
+        return argument(node, _SLICES[node.target], "dim", 0) in (1, -1)
+    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
         return False
     shapes = {_shape(each) for each in (*node.all_input_nodes, node)}
     return torch.Tag.pointwise in node.target.tags and len(shapes) == 1 and None not in shapes
 
 
 def _shape(node: Node) -> tuple[Any, ...] | None:
-    """The shape of a matrix, as it is without ranks."""
+    """The global shape of a matrix; None if a node is something else."""
     value = node.meta.get("val")
     if node.target is getitem and value is None:
-        several: Any = node.args[0]
-        value = several.meta["val"][node.args[1]] if "val" in several.meta else None
+        source: Any = node.args[0]
+        value = source.meta["val"][node.args[1]] if "val" in source.meta else None
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
         return None
-    return tuple(n if isinstance(n, int) else str(n) for n in value.shape)  # sizes that may change cannot be hashed
+    return tuple(n if isinstance(n, int) else str(n) for n in value.shape)  # symbolic sizes cannot be hashed
 
 
-def _gathered(rows: Any) -> tuple[Any, Any]:
-    """(what, indices) of rows that are taken from a matrix for this one use; else (the rows, None)."""
+def _selected_rows(rows: Any) -> tuple[Any, Any]:
+    """(matrix, indices) of rows that are selected from a matrix for this use alone; else (the rows, None)."""
     if not isinstance(rows, Node) or rows.target is not aten.index.Tensor or len(rows.users) != 1:
         return rows, None
     source, indices = rows.args[0], rows.args[1]
@@ -205,16 +207,16 @@ def _gathered(rows: Any) -> tuple[Any, Any]:
     return source, index
 
 
-def _scaled(product: Node) -> tuple[Node, Node] | None:
-    """The product of every row with a number, if that is all that is done with a result; and the numbers."""
-    user = next(iter(product.users)) if len(product.users) == 1 else None
+def _scaled(matmul: Node) -> tuple[Node, Node] | None:
+    """The only use of a matmul, if it multiplies every row by a number, and these numbers (routing weights)."""
+    user = next(iter(matmul.users)) if len(matmul.users) == 1 else None
     if user is None or user.target is not aten.mul.Tensor or len(user.args) != 2:
         return None
-    other = user.args[1] if user.args[0] is product else user.args[0]
-    if not isinstance(other, Node) or other is product:
+    scale = user.args[1] if user.args[0] is matmul else user.args[0]
+    if not isinstance(scale, Node) or scale is matmul:
         return None
-    shape, result, mine = _shape(other), _shape(user), _shape(product)
-    if shape is None or mine is None or result != mine or shape != (mine[0], 1):
+    shape, result, rows = _shape(scale), _shape(user), _shape(matmul)
+    if shape is None or rows is None or result != rows or shape != (rows[0], 1):
         return None
-    same = other.meta["val"].dtype == product.meta["val"].dtype == user.meta["val"].dtype
-    return (user, other) if same else None
+    same_dtype = scale.meta["val"].dtype == matmul.meta["val"].dtype == user.meta["val"].dtype
+    return (user, scale) if same_dtype else None

@@ -1,4 +1,4 @@
-"""No redistribution where there is nobody to communicate with."""
+"""A single rank without redistributions."""
 
 from __future__ import annotations
 
