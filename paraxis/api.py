@@ -80,7 +80,7 @@ def parallelize_model(
     attach(model, parallel_ctx, torch_dtype if folder is None else None)
     if skip_load_weights:
         for parameter in parallel_ctx.param_cache.values():
-            parameter._spec.source = None  # type: ignore[attr-defined]
+            parameter.spec.source = None  # type: ignore[attr-defined]
     elif folder is not None:
         map_weights(model, folder, parallel_ctx, use_cache=config.cache_plans)
     check_same_values(parallel_ctx)

@@ -161,7 +161,7 @@ def _origin(node: Node, by_name: dict[str, Node]) -> Node | None:
 
 
 def _inner(value: Any) -> Any:
-    return value._local if isinstance(value, ShardedTensor) else value
+    return value.local if isinstance(value, ShardedTensor) else value
 
 
 def _plain(value: Any, mode: FakeTensorMode) -> Any:

@@ -112,12 +112,12 @@ class LiftShardsPass(PassBase):
 
 def like_shard(parameter: Any) -> torch.Tensor:
     """The shard that a program takes, or one that is like it where data-parallel ranks shard it further."""
-    local: torch.Tensor = parameter._local
+    local: torch.Tensor = parameter.local
     return local if parameter.dp_shard is None else local.new_empty(parameter.dp_shard.shape)
 
 
 def _local(value: Any) -> Any:
-    return value._local if isinstance(value, ShardedTensor) else value
+    return value.local if isinstance(value, ShardedTensor) else value
 
 
 def lift(program: GraphModule, parameters: dict[Any, nn.Parameter]) -> tuple[GraphModule, Lifted]:

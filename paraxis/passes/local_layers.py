@@ -67,7 +67,7 @@ def _parameter(node: Node | None, solved: Solved, ctx: ParallelExecutionCtx) -> 
     if node is None or solved.parameters[node].meta is None:
         return None
     found = ctx.param_cache.get(solved.parameters[node].name)
-    if not isinstance(found, ShardedTensor) or found._spec.placement is None:  # or a plan is being searched
+    if not isinstance(found, ShardedTensor) or found.spec.placement is None:  # or a plan is being searched
         return None
     return found  # type: ignore[return-value]
 

@@ -55,19 +55,19 @@ def sharded_inputs(graph_module: GraphModule) -> dict[Node, Placement]:
     result = {}
     for node in graph_module.graph.nodes:
         value = node.meta.get("example_value", node.meta.get("val"))
-        if node.op == "placeholder" and isinstance(value, ShardedTensor) and isinstance(value._spec, ShardSpec):
-            result[node] = value._spec.placement
+        if node.op == "placeholder" and isinstance(value, ShardedTensor) and isinstance(value.spec, ShardSpec):
+            result[node] = value.spec.placement
     return result
 
 
 def _is_parameter(node: Node, value: torch.Tensor, example: Any) -> bool:
     if isinstance(value, ShardedTensor):
-        return isinstance(value._spec, ParameterMeta)
+        return isinstance(value.spec, ParameterMeta)
     return isinstance(example, nn.Parameter) or isinstance(value, nn.Parameter) or "_parameters_" in str(node.target)
 
 
 def _input(node: Node, name: str, value: torch.Tensor) -> ParameterInput:
-    meta = value._spec if isinstance(value, ShardedTensor) and isinstance(value._spec, ParameterMeta) else None
+    meta = value.spec if isinstance(value, ShardedTensor) and isinstance(value.spec, ParameterMeta) else None
     return ParameterInput(node, name, tuple(value.shape), value.dtype, value.requires_grad, meta)
 
 
@@ -80,8 +80,8 @@ def _known(example: Any, ctx: ParallelExecutionCtx) -> str | None:
 
 def _name(node: Node, value: torch.Tensor) -> str:
     """The qualified name: from the metadata, or read off the placeholder that Dynamo named after its source."""
-    if isinstance(value, ShardedTensor) and isinstance(value._spec, ParameterMeta) and value._spec.name:
-        return value._spec.name
+    if isinstance(value, ShardedTensor) and isinstance(value.spec, ParameterMeta) and value.spec.name:
+        return value.spec.name
     path, _, leaf = str(node.target).rpartition("_parameters_")
     modules = re.split(r"_modules_", path)[1:] if "_modules_" in path else [path]
     return ".".join([*modules, leaf.rstrip("_")]) if leaf else str(node.target)

@@ -32,7 +32,7 @@ class PlaceParametersPass(PassBase):
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
         """Place what has no placement yet."""
         for value in ctx.example_inputs or []:
-            name = getattr(value._spec, "name", None) if isinstance(value, ShardedTensor) else None
+            name = getattr(value.spec, "name", None) if isinstance(value, ShardedTensor) else None
             if name:
                 ctx.param_cache.setdefault(name, value)  # type: ignore[arg-type]
         solved = solved_of(graph_module)

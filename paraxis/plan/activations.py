@@ -273,7 +273,7 @@ def _cached(returned: list[Any], solved: Solved, allocations: Allocations) -> li
     found = []
     for value, tensor in zip(values, tensors, strict=True):
         if marked and value.node.target is not mark_output_op:
-            storage = allocations.record(tensor._local if isinstance(tensor, ShardedTensor) else tensor)
+            storage = allocations.record(tensor.local if isinstance(tensor, ShardedTensor) else tensor)
             if storage is not None and storage not in found:
                 found.append(storage)
     return found

@@ -53,7 +53,7 @@ def register_late_parameters(module: nn.Module, prefix: str, ctx: ParallelExecut
     builder = PlanBuilder.of(ctx.plan, ctx.world_size)
     for name, parameter in new.items():
         if isinstance(parameter, ShardedTensor):
-            parameter._spec.name = name  # type: ignore[union-attr]
+            parameter.spec.name = name  # type: ignore[union-attr]
             builder.add_parameter(name, parameter.placement, parameter.shape)
             if ctx.state.grad_reducer is not None and parameter.dp_shard is None:
                 ctx.state.grad_reducer.add(parameter)
