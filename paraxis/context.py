@@ -34,6 +34,7 @@ class EngineState:
         conversions: Parameters that the checkpoint stores in another form.
         grad_reducer: What averages gradients over data-parallel ranks, where there are any.
         pass_seconds: Seconds spent in each pass, by its name.
+        graph_pool: The memory pool that the CUDA graphs of this context share, once there is one.
     """
 
     planning: bool = False
@@ -44,6 +45,7 @@ class EngineState:
     conversions: list[Any] = field(default_factory=list)
     grad_reducer: GradReducer | None = None
     pass_seconds: dict[str, float] = field(default_factory=dict)
+    graph_pool: Any = None
 
 
 @dataclass

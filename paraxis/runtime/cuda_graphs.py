@@ -1,9 +1,10 @@
-"""Recording a compiled program as a CUDA graph, and replaying it.
+"""Capturing a compiled program as a CUDA graph, and replaying it.
 
-Launching a decoding step kernel by kernel takes the host longer than the kernels take. A recording launches them all at
-once, but with the addresses they had: of the weights, of the caches that are written to, of everything else the program
-reads. What stays the same object from call to call is used where it is; what does not (the token) is copied to a fixed
-place first; what a recording computes is copied out of it.
+Launching a decode step kernel by kernel takes the host longer than the kernels take. A CUDA graph launches them all at
+once, but with the addresses of the capture: of the weights, of the KV caches that are written to, of everything else
+the program reads. Inputs that are the same object from call to call are *static*: the graph uses them where they are.
+The others (the token) are copied to a buffer of the graph before every replay. Results are copied out of the graph's
+memory after it.
 """
 
 from __future__ import annotations
@@ -15,152 +16,176 @@ from typing import Any
 
 import torch
 
-LIVE = 4
-"""Recordings that a program keeps at a time: one for each set of caches in use."""
+from ..compat.torch import foreach_mul
+from ..context import ParallelExecutionCtx
 
-_pools: dict[int, Any] = {}
-
-
-def pool_of(owner: object) -> Any:
-    """The memory that all recordings for ``owner`` share: they run one after the other."""
-    if id(owner) not in _pools:
-        _pools[id(owner)] = torch.cuda.graph_pool_handle()
-    return _pools[id(owner)]
+LIVE_GRAPHS = 4
+"""Graphs that a program holds at a time: one for each set of caches in use."""
 
 
-def copies_of(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Copies of tensors of one dtype, in as few launches as possible: a prompt leaves two tensors per layer."""
-    if len(tensors) < 2 or tensors[0].dtype == torch.bool:
-        return [x.clone() for x in tensors]
-    return torch._foreach_mul(tensors, 1)  # what copies many tensors copies them one by one
-
-
-def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return list(map(torch.Tensor.data_ptr, tensors))
+def pool_of(ctx: ParallelExecutionCtx) -> Any:
+    """The memory pool that all graphs of a context share, since they never run at the same time."""
+    if ctx.state.graph_pool is None:
+        ctx.state.graph_pool = torch.cuda.graph_pool_handle()
+    return ctx.state.graph_pool
 
 
 class CUDAGraphReplay:
-    """One recorded run of a program."""
+    """One capture of a program.
+
+    Args:
+        program: Called with the shards of the parameters, then with the inputs.
+        shards: The shards; static.
+        inputs: The inputs of the call that is captured.
+        static: Positions of the inputs that are static.
+        scalars: Positions of the inputs that are scalars on the host. They have one buffer together.
+        pool: The memory pool, by :func:`pool_of`.
+
+    Raises:
+        ValueError: A result is the memory of an input that is copied, or is on another device.
+    """
 
     def __init__(
         self,
         program: Callable[..., Any],
         shards: list[torch.Tensor],
         inputs: list[Any],
-        kept: list[int],
-        numbers: list[int],
+        static: list[int],
+        scalars: list[int],
         pool: Any,
     ) -> None:
-        """``kept`` are the positions of the inputs that are used where they are, ``numbers`` of those on the host."""
-        self.kept = kept
-        self.objects = [weakref.ref(inputs[i]) for i in kept]
-        self.places = addresses(shards) + addresses([inputs[i] for i in kept])
-        with torch.inference_mode(False), torch.no_grad():  # to be written to in any mode
-            self.copies = {i: x.clone() for i, x in enumerate(inputs) if i not in (*kept, *numbers)}
-            self.single = list(self.copies)
+        device = shards[0].device
+        self.static, self.scalars = static, scalars
+        self._objects = [weakref.ref(inputs[i]) for i in static]
+        self._addresses = _addresses(shards) + _addresses([inputs[i] for i in static])
+        with torch.inference_mode(False), torch.no_grad():  # buffers that can be written to in any mode
+            self._buffers = {i: x.clone() for i, x in enumerate(inputs) if i not in (*static, *scalars)}
+            self._copied = list(self._buffers)
             # 16 bytes apart, as compiled kernels expect it
-            self.numbers = torch.zeros(len(numbers), 2, dtype=torch.int64, device=shards[0].device)[:, 0]
-            self.copies.update(zip(numbers, self.numbers.unbind(), strict=True))
-        self.together = numbers
-        self.filled: torch.Tensor | None = None
-        given = [self.copies.get(i, x) for i, x in enumerate(inputs)]
+            self._scalars = torch.zeros(len(scalars), 2, dtype=torch.int64, device=device)[:, 0]
+            self._buffers.update(zip(scalars, self._scalars.unbind(), strict=True))
+        self._last_scalars: torch.Tensor | None = None
+        arguments = [self._buffers.get(i, x) for i, x in enumerate(inputs)]
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-            self.results = program(*shards, *given)
-        fixed = {_storage(x) for x in (*shards, *(inputs[i] for i in kept))}
-        own = {_storage(x) for x in self.copies.values()}
-        tensors = [(i, x) for i, x in enumerate(self.results) if isinstance(x, torch.Tensor)]
-        leaving: dict[torch.dtype, list[int]] = {}
+            self._results = program(*shards, *arguments)
+        fixed = {_storage(x) for x in (*shards, *(inputs[i] for i in static))}
+        buffers = {_storage(x) for x in self._buffers.values()}
+        tensors = [(i, x) for i, x in enumerate(self._results) if isinstance(x, torch.Tensor)]
+        by_dtype: dict[torch.dtype, list[int]] = {}
         for i, x in tensors:
             if _storage(x) not in fixed:
-                leaving.setdefault(x.dtype, []).append(i)
-        self.leaving = list(leaving.values())
-        if any(_storage(x) in own or not x.is_cuda for _, x in tensors):
+                by_dtype.setdefault(x.dtype, []).append(i)
+        self._to_copy = list(by_dtype.values())
+        if any(_storage(x) in buffers or x.device != device for _, x in tensors):
             raise ValueError("a result is the memory of an input that changes")
 
     @property
     def alive(self) -> bool:
-        return all(ref() is not None for ref in self.objects)
+        """Whether all static inputs still exist: otherwise no call can match this graph any more."""
+        return all(ref() is not None for ref in self._objects)
 
-    def fits(self, shards: list[torch.Tensor], inputs: list[Any]) -> bool:
-        """Whether everything is where it was."""
-        here = [inputs[i] for i in self.kept]
-        if not all(ref() is x for ref, x in zip(self.objects, here, strict=True)):
+    def matches(self, shards: list[torch.Tensor], inputs: list[Any]) -> bool:
+        """Whether the static inputs are the same objects, and everything has the address that it had."""
+        here = [inputs[i] for i in self.static]
+        if not all(ref() is x for ref, x in zip(self._objects, here, strict=True)):
             return False
-        return addresses(shards) + addresses(here) == self.places
+        return _addresses(shards) + _addresses(here) == self._addresses
 
     def replay(self, inputs: list[Any]) -> list[Any]:
-        for i in self.single:
-            self.copies[i].copy_(inputs[i])
-        if self.together:  # how far each layer's cache is filled: of new ones, the same as ever
-            filled = torch.stack([inputs[i] for i in self.together])
-            if self.filled is None or not torch.equal(filled, self.filled):
-                self.numbers.copy_(filled, non_blocking=True)  # memory that is not pinned is read at once
-                self.filled = filled
+        """Run the graph on the inputs of a matching call."""
+        for i in self._copied:
+            self._buffers[i].copy_(inputs[i])
+        if self.scalars:  # how many positions of each layer's cache are in use: for new caches always the same
+            scalars = torch.stack([inputs[i] for i in self.scalars])
+            if self._last_scalars is None or not torch.equal(scalars, self._last_scalars):
+                self._scalars.copy_(scalars, non_blocking=True)  # memory that is not pinned is read at once
+                self._last_scalars = scalars
         self.graph.replay()
-        results = list(self.results)
-        for positions in self.leaving:
-            for i, copy in zip(positions, copies_of([results[i] for i in positions]), strict=True):
+        results = list(self._results)
+        for positions in self._to_copy:
+            for i, copy in zip(positions, _copies([results[i] for i in positions]), strict=True):
                 results[i] = copy
         return results
 
 
 class CUDAGraphRunner:
-    """A program that is recorded when it is called again with the same caches, and replayed from then on.
+    """A program that is captured when it is called again with the same caches, and replayed from then on.
 
-    Ranks decide alike when to record, since they go by which objects they are called with and not by where an
-    allocator has put them: some communication libraries all_gather_object addresses when they are recorded.
+    All ranks capture in the same call: they go by the objects they are called with and not by addresses, which an
+    allocator chooses. Some communication libraries exchange addresses between the ranks during capture.
+
+    Args:
+        program: Called with the shards of the parameters, then with the inputs.
+        written: Positions of the inputs that the program writes to: KV caches.
+        scalars: Positions of the inputs that come as scalars on the host and are used on the device.
+        pool: The memory pool, by :func:`pool_of`.
     """
 
-    def __init__(self, program: Callable[..., Any], written: Sequence[int], numbers: Sequence[int], pool: Any) -> None:
-        """``written`` are the positions, among the inputs, of those that the program writes to, ``numbers`` of those
-        that come on the host and are taken on the device."""
-        self.program, self.written, self.numbers, self.pool = program, list(written), list(numbers), pool
-        self.recordings: list[CUDAGraphReplay] = []
-        self.possible = True
+    def __init__(self, program: Callable[..., Any], written: Sequence[int], scalars: Sequence[int], pool: Any) -> None:
+        self.program, self.written, self.scalars, self.pool = program, list(written), list(scalars), pool
+        self.graphs: list[CUDAGraphReplay] = []
+        self.capturable = True
         self._last: list[Any] = []
 
     def __call__(self, shards: list[torch.Tensor], inputs: list[Any]) -> Any:
-        for recording in self.recordings:
-            if recording.fits(shards, inputs):
-                return recording.replay(inputs)
-        if not self.possible:
+        """Replay the graph of these inputs; capture one, if the call before had the same caches; or just run."""
+        for graph in self.graphs:
+            if graph.matches(shards, inputs):
+                return graph.replay(inputs)
+        if not self.capturable:
             return self._run(shards, inputs)
-        kept = [i for i, ref in enumerate(self._last) if ref is not None and ref() is inputs[i]]
+        static = [i for i, ref in enumerate(self._last) if ref is not None and ref() is inputs[i]]
         self._last = [weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs]
-        for i in self.numbers:
-            self._last[i] = None  # counted up in place
-        if not kept or not set(self.written) <= set(kept):
+        for i in self.scalars:
+            self._last[i] = None  # updated in place
+        if not static or not set(self.written) <= set(static):
             return self._run(shards, inputs)
-        if not all(isinstance(x, torch.Tensor) and (x.is_cuda or i in self.numbers) for i, x in enumerate(inputs)):
-            self.possible = False
+        if not self._is_capturable(inputs, shards[0].device):
+            self.capturable = False
             return self._run(shards, inputs)
-        return self._record(shards, inputs, kept)
+        return self._capture(shards, inputs, static)
+
+    def _is_capturable(self, inputs: list[Any], device: torch.device) -> bool:
+        """Whether all inputs are tensors on the device, or scalars that are moved there."""
+        scalars = self.scalars
+        return all(isinstance(x, torch.Tensor) and (x.device == device or i in scalars) for i, x in enumerate(inputs))
 
     def _run(self, shards: list[torch.Tensor], inputs: list[Any]) -> Any:
-        return self.program(*shards, *on_device(inputs, self.numbers, shards[0].device))
+        return self.program(*shards, *on_device(inputs, self.scalars, shards[0].device))
 
-    def _record(self, shards: list[torch.Tensor], inputs: list[Any], kept: list[int]) -> Any:
-        self.recordings = [r for r in self.recordings if r.alive][: LIVE - 1]
+    def _capture(self, shards: list[torch.Tensor], inputs: list[Any], static: list[int]) -> Any:
+        self.graphs = [graph for graph in self.graphs if graph.alive][: LIVE_GRAPHS - 1]
         try:
-            recording = CUDAGraphReplay(self.program, shards, inputs, kept, self.numbers, self.pool)
+            graph = CUDAGraphReplay(self.program, shards, inputs, static, self.scalars, self.pool)
         except (RuntimeError, ValueError) as error:
-            self.possible = False
-            logging.getLogger("paraxis").info("not recorded as a CUDA graph: %s", error)
+            self.capturable = False
+            logging.getLogger("paraxis").info("not captured as a CUDA graph: %s", error)
             return self._run(shards, inputs)
-        self.recordings.insert(0, recording)
-        return recording.replay(inputs)
+        self.graphs.insert(0, graph)
+        return graph.replay(inputs)
 
 
-def on_device(inputs: list[Any], numbers: list[int], device: torch.device | None) -> list[Any]:
-    """The inputs, with those at the positions ``numbers`` moved to the device, in one copy."""
-    if not numbers:
+def on_device(inputs: list[Any], scalars: list[int], device: torch.device | None) -> list[Any]:
+    """The inputs, with those at the positions ``scalars`` moved to the device, in one copy."""
+    if not scalars:
         return inputs
-    moved = torch.stack([inputs[i] for i in numbers]).to(device).unbind()
+    moved = torch.stack([inputs[i] for i in scalars]).to(device).unbind()
     result = list(inputs)
-    for i, number in zip(numbers, moved, strict=True):
-        result[i] = number
+    for i, scalar in zip(scalars, moved, strict=True):
+        result[i] = scalar
     return result
+
+
+def _copies(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Copies of tensors of one dtype in as few launches as possible: a prefill returns two tensors per layer."""
+    if len(tensors) < 2 or tensors[0].dtype == torch.bool:
+        return [x.clone() for x in tensors]
+    return foreach_mul(tensors, 1)  # type: ignore[no-any-return]  # a foreach copy launches a kernel per tensor
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _storage(tensor: torch.Tensor) -> int:
