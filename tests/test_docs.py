@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from marks import long
 from tools import blocks, links, page, reference, transcripts
 
 from doc_blocks import forget, run_block, run_on_rank
@@ -18,7 +17,7 @@ ALL = page.load()
 BLOCKS = {path: blocks.blocks_of(found) for path, found in ALL.items()}
 SLOW = {"docs/guides/training.md", "docs/guides/lora.md"}
 RUN = [
-    pytest.param(path, marks=long if path in SLOW else ())
+    pytest.param(path, marks=pytest.mark.long if path in SLOW else ())
     for path, found in BLOCKS.items()
     if any(block.ranks for block in found)
 ]

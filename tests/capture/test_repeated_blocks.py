@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from marks import long
 from torch import nn
 
 from paraxis import plan_model
@@ -78,7 +77,7 @@ def deep(kind: str) -> Any:
     return Gemma2Config(**sizes, head_dim=8, intermediate_size=64, num_hidden_layers=6)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", pytest.param("gemma2", marks=long)])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("gemma2", marks=pytest.mark.long)])
 def test_the_plan_is_that_of_all_blocks(kind: str) -> None:
     by_blocks, full = plan_model(deep(kind), 4), plan_model(deep(kind), 4, plan_by_blocks=False)
     data, expected = by_blocks.to_json(), full.to_json()

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from marks import long
 
 from paraxis.cli._errors import UsageError
 from paraxis.cli._launch import RankFailed, launch
@@ -82,7 +81,7 @@ def test_a_command_with_ranks_is_terminated(number: signal.Signals, folder: str,
     assert code == 128 + number and text.strip() == message(number)
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["demo", "bench", "calibrate", "doctor"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_all_commands_with_ranks_are_terminated(

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.shards import local_shard, pad_to_full, sum_shards
-from marks import long
 
 from paraxis.distributed import redistribute
 from paraxis.placement import PARTIAL, REPLICATE, SHARED, Layout, Placement, Shard
@@ -129,7 +128,7 @@ def move_compiled() -> None:
         torch.testing.assert_close(compiled, eager, msg=lambda m, p=pair: f"{p}: {m}")
 
 
-@long
+@pytest.mark.long
 def test_compiled_redistribution_is_that_of_eager(ranks: Callable[[int], RankPool]) -> None:
     ranks(2).run(move_compiled)
 

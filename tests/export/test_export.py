@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from marks import long
 from typer.testing import CliRunner
 from zoo.cases import find
 from zoo.exports import LIMIT, in_torch, in_transformers
@@ -82,7 +81,7 @@ def test_wrong_use() -> None:
         export_plan("org/model", 1)
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
     "name",
@@ -116,7 +115,7 @@ def test_sizes_and_ranks(name: str, world: int, tmp_path: Path, ranks: Ranks) ->
         agree(ranks(world).run(run, name, folder, what))
 
 
-@long
+@pytest.mark.long
 def test_for_vllm(tmp_path: Path) -> None:
     """Only its two documented styles, with the names of the base model; refused if KV heads are not divisible."""
     found = exported(saved("llama", tmp_path / "a"), 2, "vllm")

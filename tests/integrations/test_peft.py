@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import long
 from models.compare import batch, context, full, reference
 from models.tiny import save
 from torch import nn
@@ -130,7 +129,7 @@ def check_trained(results: list[dict[str, Any]], folder: str, target: str) -> No
         assert torch.equal(found["tokens"], tokens)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=long)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_adapters_added_before_parallelizing(ranks: Any, tmp_path: Path, name: str) -> None:
     folder, target = tiny(name, tmp_path / "model"), str(tmp_path / "adapter")
     results = ranks(2).run(trains, folder, name, "before", target)
@@ -138,7 +137,7 @@ def test_adapters_added_before_parallelizing(ranks: Any, tmp_path: Path, name: s
     assert results[0]["kinds"] == {"ShardedTensor"}
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=long)])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.long)])
 def test_adapters_added_after_parallelizing(ranks: Any, tmp_path: Path, name: str) -> None:
     folder, target = tiny(name, tmp_path / "model"), str(tmp_path / "adapter")
     results = ranks(2).run(trains, folder, name, "after", target)
@@ -167,7 +166,7 @@ def loads(folder: str, adapter: str) -> list[torch.Tensor]:
     return found
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_adapters_of_an_unsharded_model_load_merge_and_unload(ranks: Any, tmp_path: Path, name: str) -> None:
     folder = tiny(name, tmp_path / "model")
@@ -190,7 +189,7 @@ def compiled(folder: str) -> list[torch.Tensor]:
         return [model(input_ids=ids).logits, with_adapters(model, "llama").eval()(input_ids=ids).logits]
 
 
-@long
+@pytest.mark.long
 def test_adapters_on_a_compiled_model(ranks: Any, tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path)
     ids, _ = batch(256)
@@ -220,7 +219,7 @@ def drops(folder: str) -> list[Any]:
     return found
 
 
-@long
+@pytest.mark.long
 def test_dropout_on_adapters_is_the_same_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     folder = tiny("llama", tmp_path)
     ids, labels = batch(256)
@@ -246,7 +245,7 @@ def saves_modules(folder: str, order: str, target: str) -> torch.Tensor:
         return model.eval()(input_ids=ids).logits
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_modules_to_save(ranks: Any, tmp_path: Path, order: str) -> None:
     folder, target = tiny("llama", tmp_path / "model"), str(tmp_path / "adapter")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from marks import long
 
 pytest.importorskip("accelerate")
 
@@ -42,7 +41,7 @@ def test_two_steps_are_those_of_one_process(tmp_path: Path) -> None:
     assert_same_log(found, run(1, tmp_path / "single", "--steps", "2"))
 
 
-@long
+@pytest.mark.long
 def test_checkpoints_resume_on_any_number_of_ranks(tmp_path: Path) -> None:
     """Six steps, then three more from the last checkpoint, on ranks and on one process."""
     expected = run(1, tmp_path / "single")

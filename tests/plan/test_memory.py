@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from marks import long
 from models.tiny import build, config, save
 
 from paraxis import Plan, plan_model
@@ -81,7 +80,7 @@ def measured_step(folder: str, batch: int, context: int) -> tuple[int, int]:
     ("name", "fields"),
     [
         ("llama", {"num_key_value_heads": 1, "num_hidden_layers": 6}),  # the one KV head is replicated
-        pytest.param("gemma2", {"sliding_window": 8}, marks=long),  # every other layer has a sliding window
+        pytest.param("gemma2", {"sliding_window": 8}, marks=pytest.mark.long),  # every other layer has a sliding window
     ],
 )
 def test_prefill(ranks: Any, tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
@@ -105,13 +104,13 @@ def check_training(ranks: Any, folder: str, batch: int, context: int) -> None:
     assert memory.activations == pytest.approx(peak, rel=TOLERANCE)
 
 
-@long
+@pytest.mark.long
 def test_a_training_step(ranks: Any, tmp_path: Path) -> None:
     """Two of six layers are captured: the activations that the others save for backward count, too."""
     check_training(ranks, save("llama", tmp_path, num_hidden_layers=6), 2, 48)
 
 
-@long
+@pytest.mark.long
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize(
     ("model_type", "fields"),
@@ -141,7 +140,7 @@ def test_larger_models(ranks: Any, tmp_path: Path, model_type: str, fields: dict
     assert found == pytest.approx(peak, rel=TOLERANCE)
 
 
-@long
+@pytest.mark.long
 def test_repeated_blocks_count() -> None:
     """A plan from the first blocks takes as much memory as a plan of all blocks."""
     model = config("llama", num_hidden_layers=6)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
-from marks import long
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
@@ -70,7 +70,7 @@ def check(graph: GraphModule, weights: dict[Node, str], blocks: int) -> None:
     assert blocks * model.latency <= solution.cost < (blocks + 1) * model.latency
 
 
-@long
+@pytest.mark.long
 def test_twenty_thousand_nodes() -> None:
     blocks, length = 500, 40
     check(simplify(deep(1, length)[0]), {}, 0)  # loads what is imported on first use

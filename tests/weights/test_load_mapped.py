@@ -6,8 +6,8 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from marks import long
 from models.compare import batch, parallel, reference
 from models.tiny import save
 
@@ -42,7 +42,7 @@ def trained(folder: str) -> dict[str, Any]:
     return {"maps": maps, "same": same, "off": off, "saved": saved}
 
 
-@long
+@pytest.mark.long
 def test_training_writes_to_the_shards_and_not_to_the_file(ranks: Any, tmp_path: Path) -> None:
     for found in ranks(2).run(trained, save("llama", tmp_path)):
         assert found["maps"] and found["same"]

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from marks import long
 from models.compare import batch, parallel
 from models.tiny import save
 
@@ -52,7 +51,7 @@ def resumes(folder: str, target: str) -> tuple[list[float], dict[str, Any]]:
     return [step(), step()], extra
 
 
-@pytest.mark.parametrize("worlds", [(2,), pytest.param((4, 8), marks=long)])
+@pytest.mark.parametrize("worlds", [(2,), pytest.param((4, 8), marks=pytest.mark.long)])
 def test_any_number_of_ranks_resumes(ranks: Any, tmp_path: Path, worlds: tuple[int, ...]) -> None:
     """With packed projections."""
     folder = save("gpt2", tmp_path / "model")
@@ -103,7 +102,7 @@ def dies(folder: str, target: str) -> float:
     return time.monotonic() - started
 
 
-@long
+@pytest.mark.long
 def test_a_killed_rank_leaves_the_previous_state(ranks: Any, tmp_path: Path) -> None:
     folder, target = save("gpt2", tmp_path / "model"), str(tmp_path / "state")
     results = spawn_ranks(2, dies, folder, target)
