@@ -1,8 +1,8 @@
-"""Fewer operators where fewer do the same, in programs that no compiler works on.
+"""Fusions for programs that run eagerly: one operator for several that compute the same.
 
-A token's operators are small, and each costs mostly its launch: a GELU that a model spells out is eight of them, and
-a layer that wants rows has two around it that only change the shape. In a prompt or a training step each of the eight
-goes through memory, and most are kept for the backward pass.
+The operators of a decode step are small, and most of their cost is the launch. A GELU that a model writes out is eight
+of them, and a linear layer that takes rows has a reshape before and after it. In prefill and training each of the eight
+reads and writes memory, and autograd saves most of their results for the backward pass.
 """
 
 from __future__ import annotations
@@ -14,46 +14,50 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from ..distributed.operators import all_reduce
+from ..graph.local_program import FULL
+from ..graph.match import ANY, Capture, Op, match
 from ..graph.nodes import shape_of, tidied
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 
 aten = torch.ops.aten
 
 Polynomial = tuple[float, ...]
-"""Coefficients, that of the constant first."""
-HALF: Polynomial = (0.0, 0.5)
-INSIDE: Polynomial = (0.0, sqrt(2 / pi), 0.0, sqrt(2 / pi) * 0.044715)
-"""GELU by a hyperbolic tangent is ``HALF(x) * (1 + tanh(INSIDE(x)))``."""
-HIGHEST = 3
+"""Coefficients of a polynomial, that of the constant first."""
+GELU_FACTOR: Polynomial = (0.0, 0.5)
+GELU_ARGUMENT: Polynomial = (0.0, sqrt(2 / pi), 0.0, sqrt(2 / pi) * 0.044715)
+"""The tanh approximation of GELU is ``GELU_FACTOR(x) * (1 + tanh(GELU_ARGUMENT(x)))``."""
+MAX_DEGREE = 3
+MAX_POLYNOMIAL_NODES = 16
+"""Nodes that are tried as the variable of a polynomial."""
 
 
 def fuse_eager_operators(module: GraphModule) -> int:
-    """Put shorter equivalents into a program; how many."""
-    count = sum(_gelu(node) for node in module.graph.find_nodes(op="call_function", target=aten.tanh.default))
-    count += sum(
-        _without_reshapes(module, node) for node in module.graph.find_nodes(op="call_function", target=RESHAPE)
-    )
+    """Fuse GELUs that are written out, and drop reshapes around linear layers, in place; how many of both."""
+    graph = module.graph
+    count = sum(_fuse_gelu(node) for node in graph.find_nodes(op="call_function", target=aten.tanh.default))
+    count += sum(_drop_reshapes(module, node) for node in graph.find_nodes(op="call_function", target=RESHAPE))
     return tidied(module, count)
 
 
 # -- GELU -------------------------------------------------------------------------------------------------------------
 
 
-def _gelu(tanh: Node) -> bool:
-    """Replace what a hyperbolic tangent belongs to, if that is a GELU, by torch's own."""
-    inside: Any = tanh.args[0]
-    for x in _below(inside):
+def _fuse_gelu(tanh: Node) -> bool:
+    """Replace the GELU that a tanh is part of, if it is, by torch's operator."""
+    argument: Any = tanh.args[0]
+    for x in _variables(argument):
         value = x.meta.get("val")
-        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:  # narrower ones round in between
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:  # narrower dtypes round in between
             continue
-        if not _same(_polynomial(inside, x), INSIDE):
+        if not _is_close(_polynomial(argument, x), GELU_ARGUMENT):
             continue
         for plus_one in tanh.users:
             if plus_one.target is not aten.add.Tensor or not _is_plus_one(plus_one, tanh):
                 continue
             for product in list(plus_one.users):
-                other = _other(product, plus_one) if product.target is aten.mul.Tensor else None
-                if other is None or not _same(_polynomial(other, x), HALF):
+                factor = _other_operand(product, plus_one) if product.target is aten.mul.Tensor else None
+                if factor is None or not _is_close(_polynomial(factor, x), GELU_FACTOR):
                     continue
                 with product.graph.inserting_before(product):
                     gelu = product.graph.call_function(aten.gelu.default, (x,), {"approximate": "tanh"})
@@ -63,21 +67,21 @@ def _gelu(tanh: Node) -> bool:
     return False
 
 
-def _below(node: Any) -> list[Node]:
-    """What a polynomial may be one of: all that its sums, products and powers are made of."""
+def _variables(node: Any) -> list[Node]:
+    """The nodes that a value may be a polynomial in: all operands of its sums, products and powers."""
     found: list[Node] = []
-    ahead = [node]
-    while ahead and len(found) < 16:
-        here = ahead.pop()
-        if isinstance(here, Node) and here not in found:
-            found.append(here)
-            if here.target in (aten.add.Tensor, aten.mul.Tensor, aten.pow.Tensor_Scalar):
-                ahead += here.args
+    pending = [node]
+    while pending and len(found) < MAX_POLYNOMIAL_NODES:
+        operand = pending.pop()
+        if isinstance(operand, Node) and operand not in found:
+            found.append(operand)
+            if operand.target in (aten.add.Tensor, aten.mul.Tensor, aten.pow.Tensor_Scalar):
+                pending += operand.args
     return found
 
 
 def _polynomial(value: Any, x: Node) -> Polynomial | None:
-    """A value as a polynomial of one node, if it is one of low degree."""
+    """A value as a polynomial in ``x``; None if it is none, or one of high degree."""
     if isinstance(value, (int, float)):
         return (float(value),)
     if value is x:
@@ -101,7 +105,8 @@ def _polynomial(value: Any, x: Node) -> Polynomial | None:
 
 
 def _times(a: Polynomial, b: Polynomial) -> Polynomial | None:
-    if len(a) + len(b) - 2 > HIGHEST:
+    """The product of two polynomials; None if its degree is too high."""
+    if len(a) + len(b) - 2 > MAX_DEGREE:
         return None
     result = [0.0] * (len(a) + len(b) - 1)
     for i, left in enumerate(a):
@@ -110,59 +115,65 @@ def _times(a: Polynomial, b: Polynomial) -> Polynomial | None:
     return tuple(result)
 
 
-def _same(found: Polynomial | None, wanted: Polynomial) -> bool:
-    return found is not None and len(found) == len(wanted) and all(map(_close, found, wanted))
-
-
-def _close(a: float, b: float) -> bool:
-    return isclose(a, b, rel_tol=1e-7)
+def _is_close(found: Polynomial | None, expected: Polynomial) -> bool:
+    """Whether two polynomials have the same coefficients, up to how many digits a model writes."""
+    if found is None or len(found) != len(expected):
+        return False
+    return all(isclose(a, b, rel_tol=1e-7) for a, b in zip(found, expected, strict=True))
 
 
 def _is_plus_one(node: Node, tanh: Node) -> bool:
-    return not node.kwargs and _other(node, tanh) == 1.0
+    return not node.kwargs and _other_operand(node, tanh) == 1.0
 
 
-def _other(node: Node, one: Node) -> Any:
-    """The other operand; of a node with itself none."""
+def _other_operand(node: Node, operand: Node) -> Any:
+    """The other operand of a binary operator."""
     if node.kwargs or len(node.args) != 2:
         return None
     left, right = node.args
-    return right if left is one else left
+    return right if left is operand else left
 
 
-# -- layers that take rows --------------------------------------------------------------------------------------------
+# -- reshapes around linear layers -------------------------------------------------------------------------------------
 
 RESHAPE = aten.reshape.default
+_ALL_REDUCED = Op(all_reduce, Capture("partial"), ANY, ANY, users=1)
+"""The output of a row-parallel layer, summed over the ranks in any shape."""
 
 
-def _without_reshapes(module: GraphModule, last: Node) -> bool:
-    """Give a layer what its rows were made of: ``reshape(layer(reshape(x)))`` becomes ``layer(x)``."""
-    node: Any = last.args[0]
-    chain: list[Node] = []
-    if isinstance(node, Node) and "sum" in node.meta and len(node.users) == 1 and len(node.args) == 1:
-        chain.append(node)  # sums over ranks, whatever the shape
-        node = node.args[0]
-    if not isinstance(node, Node) or not _is_linear(module, node) or len(node.users) != 1:
+def _drop_reshapes(module: GraphModule, last: Node) -> bool:
+    """Call a linear layer on all dimensions: ``reshape(layer(reshape(x)))`` becomes ``layer(x)``."""
+    reduced = match(_ALL_REDUCED, last.args[0])
+    layer: Any = last.args[0] if reduced is None else reduced["partial"]
+    if not isinstance(layer, Node) or not _is_linear(module, layer) or len(layer.users) != 1:
         return False
-    rows: Any = node.args[0]
-    if not isinstance(rows, Node) or rows.target is not RESHAPE or len(node.args) != 1 or node.kwargs:
+    rows: Any = layer.args[0]
+    if not isinstance(rows, Node) or rows.target is not RESHAPE or len(layer.args) != 1 or layer.kwargs:
         return False
-    whole: Any = rows.args[0]
-    shapes = [shape_of(each) for each in (whole, rows, node, last)]
-    if any(shape is None or not all(isinstance(n, int) for n in shape) for shape in shapes):
+    x: Any = rows.args[0]
+    if not _has_shape_of_layer(x, rows, layer, last):
         return False
-    before, flat, made, after = (tuple(shape or ()) for shape in shapes)
-    if len(flat) != 2 or before[:-1] != after[:-1] or before[-1] != flat[-1] or made[-1] != after[-1]:
-        return False
-    node.replace_input_with(rows, whole)
-    for each in (node, *chain):
-        each.meta = {**each.meta, "val": last.meta["val"]}
-    last.replace_all_uses_with((chain or [node])[0])
+    result: Any = last.args[0]
+    layer.replace_input_with(rows, x)
+    for node in {layer, result}:
+        node.meta = {**node.meta, "val": last.meta["val"]}
+        if FULL in node.meta:
+            node.meta[FULL] = last.meta["val"]
+    last.replace_all_uses_with(result)
     return True
 
 
+def _has_shape_of_layer(x: Any, rows: Node, layer: Node, last: Node) -> bool:
+    """Whether the last reshape gives what the layer would give on ``x``: its dimensions but the last."""
+    shapes = [shape_of(node) for node in (x, rows, layer, last)]
+    if any(shape is None or not all(isinstance(n, int) for n in shape) for shape in shapes):
+        return False
+    before, flat, output, after = (tuple(shape or ()) for shape in shapes)
+    return len(flat) == 2 and before[:-1] == after[:-1] and before[-1] == flat[-1] and output[-1] == after[-1]
+
+
 def _is_linear(module: GraphModule, node: Node) -> bool:
-    """Whether a node is a layer that treats every row alike, whatever the dimensions before the last."""
+    """Whether a node is a layer that computes each row from that row alone, whatever the dimensions before the last."""
     if node.op != "call_module":
         return False
     layer = module.get_submodule(str(node.target))

@@ -11,7 +11,10 @@ from helpers.graphs import assert_same_results, trace
 from torch import nn
 from torch.fx import GraphModule
 
+from paraxis.distributed.operators import all_reduce
+from paraxis.graph.local_program import FULL
 from paraxis.optimize.eager_fusions import fuse_eager_operators
+from paraxis.plan.offline import simulated_group
 
 ROOT = math.sqrt(2 / math.pi)
 
@@ -88,15 +91,33 @@ def test_reshapes_around_a_layer_are_removed(last: tuple[int, ...], count: int) 
     assert_same_results(program, module, [x], rtol=0, atol=0)
 
 
-def _program(module: Rows, x: torch.Tensor) -> GraphModule:
-    """A local program: operators, and calls of layers."""
+@pytest.mark.parametrize(("users", "count"), [(1, 1), (2, 0)])
+def test_reshapes_around_a_row_parallel_layer_are_removed(users: int, count: int) -> None:
+    """Its partial output is all-reduced, in whatever shape; unless the rows are used elsewhere too."""
+    module, x = Rows((2, 3, 6)), torch.randn(2, 3, 4)
+    program = _program(module, x, all_reduced=True, users=users)
+    assert fuse_eager_operators(program) == count
+    assert len(program.graph.find_nodes(op="call_function", target=torch.ops.aten.reshape.default)) == 2 - 2 * count
+    (reduced,) = program.graph.find_nodes(op="call_function", target=all_reduce)
+    assert tuple(reduced.meta[FULL].shape) == ((2, 3, 6) if count else (6, 6))
+    with simulated_group(2):  # whose all-reduce returns its input
+        found = program(x)
+    torch.testing.assert_close(found[0] if users > 1 else found, module(x), rtol=0, atol=0)
+
+
+def _program(module: Rows, x: torch.Tensor, all_reduced: bool = False, users: int = 1) -> GraphModule:
+    """A local program: operators, calls of layers, and perhaps an all-reduce with several users."""
     graph = torch.fx.Graph()
     reshape = torch.ops.aten.reshape.default
     inputs = graph.placeholder("x")
     rows = graph.call_function(reshape, (inputs, [-1, 4]))
     rows_out = graph.call_module("layer", (rows,))
-    result = graph.call_function(reshape, (rows_out, list(module.last)))
-    graph.output(graph.call_function(torch.ops.aten.mul.Tensor, (result, 2)))
+    reduced = graph.call_function(all_reduce, (rows_out, "sum", "0")) if all_reduced else rows_out
+    result = graph.call_function(reshape, (reduced, list(module.last)))
+    doubled = graph.call_function(torch.ops.aten.mul.Tensor, (result, 2))
+    graph.output(doubled if users == 1 else (doubled, reduced))
     for node, shape in ((inputs, x.shape), (rows, (6, 4)), (rows_out, (6, 6)), (result, module.last)):
         node.meta["val"] = torch.empty(shape, device="meta")
+    if all_reduced:
+        reduced.meta[FULL] = torch.empty(6, 6, device="meta")
     return GraphModule(module, graph)
