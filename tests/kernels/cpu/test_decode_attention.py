@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paraxis.kernels.cpu.build import load_kernel
-from paraxis.optimize.cpu_attention import use_decode_attention
-from paraxis.optimize.kv_cache_append import append, attend_extended
+from paraxis.optimize.kv_cache_append import attend_extended
 
-aten = torch.ops.aten
 pytestmark = pytest.mark.skipif(load_kernel("decode_attention") is None, reason="needs a C++ compiler")
 
 
@@ -90,98 +87,6 @@ def test_caches_that_branch_repeat_or_differ(attend: Any) -> None:
     assert torch.equal(longer, torch.cat([half[0].float(), key], 2))
     with pytest.raises(RuntimeError, match="keys of shape"):
         attend(query, again[0][1], values, key, value, 1.0)
-
-
-def leave(cache: torch.Tensor) -> torch.Tensor:
-    """Another user of a cache: in a program, what returns it to the caller."""
-    return cache
-
-
-def returned(x: torch.Tensor) -> torch.Tensor:
-    """What happens to a cache that the program returns."""
-    return x
-
-
-def program(
-    queries: int = 1, masked: bool = False, early: bool = False, causal: bool = False, compiled: bool = True
-) -> GraphModule:
-    """A captured graph: attention of two query heads for each of the two key heads of a KV cache."""
-    graph = Graph()
-    values = {
-        "query": torch.empty(1, 4, queries, 16),
-        "keys": torch.empty(1, 2, 5, 16),
-        "values": torch.empty(1, 2, 5, 16),
-        "key": torch.empty(1, 2, queries, 16),
-        "value": torch.empty(1, 2, queries, 16),
-    }
-    nodes: dict[str, Any] = {}
-    for name, value in values.items():
-        nodes[name] = graph.placeholder(name)
-        nodes[name].meta["val"] = value
-
-    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
-        node = graph.call_function(target, args, kwargs)
-        plain = [x.meta["val"] if hasattr(x, "meta") else x for x in args]
-        node.meta["val"] = target(*plain, **{k: v for k, v in kwargs.items() if k != "attn_mask"})
-        return node
-
-    grown = [
-        call(torch.ops.paraxis.append_rows.default, nodes[a], nodes[b])
-        if compiled
-        else call(append, nodes[a], nodes[b], 2)
-        for a, b in (("keys", "key"), ("values", "value"))
-    ]
-    length = 5 + queries
-    saved = [call(leave, grown[0])] if early else []
-    repeated = [
-        call(
-            aten.reshape.default,
-            call(aten.expand.default, call(aten.unsqueeze.default, x, 2), [1, 2, 2, length, 16]),
-            [1, 4, length, 16],
-        )
-        for x in grown
-    ]
-    mask = graph.placeholder("mask") if masked else None
-    options = {"attn_mask": mask} if masked else {"is_causal": causal}
-    attended = call(aten.scaled_dot_product_attention.default, nodes["query"], *repeated, **options)
-    saved += [call(leave, x) for x in (grown[1:] if early else grown)]
-    graph.output((attended, *saved))
-    return GraphModule({}, graph)
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_pass_replaces_append_and_attention(compiled: bool) -> None:
-    module = program(compiled=compiled)
-    inputs = [torch.randn(1, n, k, 16) for n, k in ((4, 1), (2, 5), (2, 5), (2, 1), (2, 1))]
-    expected = module(*inputs)
-    assert use_decode_attention(module, compiled) == 1
-    module.graph.lint()
-    targets = {node.target for node in module.graph.nodes}
-    assert (torch.ops.paraxis.attend_appended.default if compiled else attend_extended) in targets
-    assert not targets & {torch.ops.paraxis.append_rows.default, append, aten.scaled_dot_product_attention.default}
-    for found, before in zip(module(*inputs), expected, strict=True):
-        torch.testing.assert_close(found, before)
-
-
-@pytest.mark.parametrize("other", [{"queries": 2}, {"masked": True}, {"early": True}, {"causal": True}])
-def test_pass_leaves_other_attention(other: dict[str, Any]) -> None:
-    """Several queries, a mask, a cache that is used before its attention, a query that sees the first key only."""
-    module = program(**other)
-    assert use_decode_attention(module) == 0
-    module.graph.lint()
-
-
-def test_pass_handles_a_cache_that_is_used_much_later() -> None:
-    module = program()
-    graph = module.graph
-    (outputs,) = graph.output_node().args
-    last = outputs[1]
-    with graph.inserting_before(graph.output_node()):
-        for _ in range(2000):
-            last = graph.call_function(aten.neg.default, (last,))
-    graph.output_node().args = ((*outputs, last),)
-    assert use_decode_attention(module) == 1
-    module.graph.lint()
 
 
 def test_dispatch_modes_see_attention_of_torch() -> None:

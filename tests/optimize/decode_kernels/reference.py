@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.graphs import assert_same_results, trace
+from torch.fx import GraphModule
+
+from paraxis.optimize.decode_kernels import use_decode_kernels
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = "cuda" if HAS_TRITON else "cpu"
@@ -96,3 +100,23 @@ def register() -> None:
             torch.library.custom_op(f"paraxis::{function.__name__}", function, mutates_args=writes)
         sys.modules[name] = ModuleType(name)
         setattr(sys.modules.setdefault("paraxis.kernels.triton", ModuleType("")), module, sys.modules[name])
+
+
+def rewrite_on_cpu(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[GraphModule, list[str]]:
+    """The graph of a function with decode kernels, computed by torch, and the names of the kernels in it, in order.
+
+    It must compute what the function does. Runs on a CPU whether or not Triton is there.
+    """
+    register()
+    module = trace(function, [x.clone() for x in inputs])
+    count = use_decode_kernels(module, inputs)
+    module.graph.lint()
+    references = {getattr(torch.ops.paraxis, f.__name__).default: f for fs in _OPERATORS.values() for f in fs}
+    kernels = [node for node in module.graph.nodes if node.target in references]
+    assert count == len(kernels)
+    names = [references[node.target].__name__ for node in kernels]
+    for node in kernels:
+        node.target = references[node.target]
+    module.recompile()
+    assert_same_results(module, function, inputs)
+    return module, names

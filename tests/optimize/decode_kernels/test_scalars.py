@@ -46,7 +46,23 @@ def of_a_copy(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> tor
     return x
 
 
-@pytest.mark.parametrize("function", [read_after, of_a_copy])
+def read_through_an_alias(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    alias = first.to(torch.int64)
+    first.add_(1)
+    return x + alias
+
+
+def of_several_elements(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    x.add_(1)
+    return first + 1
+
+
+def by_a_tensor(x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    first.add_(second)
+    return x * 2
+
+
+@pytest.mark.parametrize("function", [read_after, of_a_copy, read_through_an_alias, of_several_elements, by_a_tensor])
 def test_counter_that_is_read_later_or_no_input_stays(function: Any) -> None:
     module = trace(function, [torch.ones(3), torch.tensor(4), torch.tensor(7)])
     merge_counter_increments(module.graph)
