@@ -42,7 +42,8 @@ class ProgramInfo:
     Attributes:
         collectives: Those of the forward, in order.
         order: What the ranks must do in the same order: layers, redistributions, random draws.
-        fingerprint: What they must do alike in any order: placements of parameters and results, operators and shapes.
+        fingerprint: What must be equal on all ranks, in any order: placements of parameters and results, operators and
+            shapes.
         random: What its random operators draw from, if it has any.
         inputs: The (fake) values that the graph was captured with, one for each placeholder.
         parameters: The sharded parameters, by the placeholder that brings them in.

@@ -1,4 +1,4 @@
-"""Arguments, shapes and modules of nodes, and tidying up after a rewrite."""
+"""Arguments, shapes and modules of nodes, and cleaning up after a rewrite."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def shape_of(node: Node) -> tuple[Any, ...] | None:
 
 
 def is_impure(node: Node) -> bool:
-    """Whether a node must stay though nobody uses it: also the writes into inputs that are no operators."""
+    """Whether a node must stay even if no node uses it: also a write into an input that is not an operator."""
     return bool(node.is_impure() or node.meta.get("writes"))
 
 
 def tidied(module: GraphModule, count: int) -> int:
-    """Drop what nobody uses any more, where something was replaced ``count`` times; that number."""
+    """Remove dead code after a rewrite that replaced something ``count`` times; returns ``count``."""
     if count:
         module.graph.eliminate_dead_code(is_impure_node=is_impure)
         module.recompile()
@@ -34,7 +34,7 @@ def tidied(module: GraphModule, count: int) -> int:
 
 
 def module_of(node: Node) -> str:
-    """The module a node came from, as the user names it."""
+    """The name of the module that a node came from, as in ``named_modules``."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return re.sub(r"^L\[[^]]*\]\.?", "", str(stack[-1][0])) if stack else ""
 

@@ -239,6 +239,7 @@ class Table:
         self.lines = tuple(lines)
 
     def __call__(self, call: Call, placements: Sequence[InputPlacement]) -> Iterator[Strategy]:
+        """The strategies of all lines, each once."""
         seen: set[Any] = set()
         for line in self.lines:
             for strategy in line.strategies(call, placements):

@@ -169,12 +169,9 @@ class Trial:
     def problem(self, strategy: Strategy, values: bool = True) -> str | None:
         """What is wrong with a strategy; None if nothing is. ``values=False``: compare shapes only."""
         call = self.call
-        for placed, tensors in ((strategy.inputs, call.inputs), (strategy.outputs, call.outputs)):
-            if len(placed) != len(tensors):
-                return f"{len(placed)} placements for {len(tensors)} tensors"
-            for t, p in zip(tensors, placed):
-                if isinstance(p, Shard) and any(not 0 <= d < t.ndim for d in p.dims):
-                    return f"the placement {p} shards a dimension that a tensor of shape {t.shape} does not have"
+        malformed = _malformed(call.inputs, strategy.inputs) or _malformed(call.outputs, strategy.outputs)
+        if malformed is not None:
+            return malformed
         if not self.fits(strategy):
             return None
         mixed = _replicated_beside_sharded(call, strategy)
@@ -206,6 +203,16 @@ class Trial:
         if values and not same(found, self.results[output], self.loose):
             return "the unsharded shards are not the result"
         return None
+
+
+def _malformed(tensors: Sequence[Tensor], placements: Sequence[Placement]) -> str | None:
+    """Whether there are too few or too many placements, or one of them shards a dimension that does not exist."""
+    if len(placements) != len(tensors):
+        return f"{len(placements)} placements for {len(tensors)} tensors"
+    for t, p in zip(tensors, placements):
+        if isinstance(p, Shard) and any(not 0 <= d < t.ndim for d in p.dims):
+            return f"the placement {p} shards a dimension that a tensor of shape {t.shape} does not have"
+    return None
 
 
 def _replicated_beside_sharded(call: Call, strategy: Strategy) -> str | None:
