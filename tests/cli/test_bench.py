@@ -10,7 +10,7 @@ from cli.helpers import call
 from paraxis.cli.bench import Figures, Task, show
 
 
-def test_figures(folder: str) -> None:
+def test_ranks_and_the_unsharded_model_are_measured(folder: str) -> None:
     """From a configuration alone, a few tokens; the former names of the options still work."""
     found = call("bench", folder, "--tp", "2", "--layers", "1", "--prompt", "8", "--output-len", "3", "--json")
     data = json.loads(found.stdout)
@@ -23,7 +23,7 @@ def test_figures(folder: str) -> None:
     assert ours["training_step"] is None and unsharded["collectives"] == 0
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_shows_the_slowest_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """The slowest rank counts."""
     task = Task("", 8, 3, 1, "auto", False, True)
     ranks = [Figures(1.0, 0.5, 0.2, 0.01 * n, 0.001, 0.02, 100, 1000, 4) for n in (1, 2)]

@@ -20,12 +20,12 @@ def files(tmp_path: Path) -> list[str]:
     return [str(tmp_path / name) for name in "ab"]
 
 
-def test_text(files: list[str]) -> None:
+def test_differences_are_one_line_each(files: list[str]) -> None:
     found = call("diff", *files)
     assert found.exit_code == 0 and "layer model.layers.*.mlp.down_proj: row | column" in found.output
     assert call("diff", files[0], files[0]).output.startswith("Both plans have the same placements.")
 
 
-def test_json(files: list[str]) -> None:
+def test_differences_are_printed_as_json(files: list[str]) -> None:
     (difference,) = json.loads(call("diff", *files, "--json").stdout)["differences"]
     assert (difference["what"], difference["first"], difference["second"]) == ("layer", "row", "column")

@@ -12,7 +12,7 @@ from paraxis.plan import Memory, Plan
 @pytest.mark.parametrize(
     ("gpu", "gigabytes"), [("H100", 80), ("h200", 141), ("A100-40GB", 40), ("24GB", 24), ("Mine 1.5gb", 1.5)]
 )
-def test_sizes(gpu: str, gigabytes: float) -> None:
+def test_names_and_sizes_give_bytes(gpu: str, gigabytes: float) -> None:
     assert gpu_bytes(gpu) == gigabytes * 1e9 and usable_bytes(gpu) == int(gigabytes * 9e8)
 
 

@@ -59,5 +59,5 @@ def test_objectives_are_those_of_the_library() -> None:
     assert options.OBJECTIVES == OBJECTIVES
 
 
-def test_version() -> None:
+def test_the_version_is_that_of_the_package() -> None:
     assert CliRunner().invoke(app, ["--version"]).output.strip() == f"paraxis {__version__}"

@@ -22,7 +22,7 @@ def test_json_and_saved_plan(folder: str, tmp_path: Path) -> None:
     assert Plan.load(str(file)).to_json()["layers"] == data["layers"]
 
 
-def test_table(folder: str) -> None:
+def test_the_table_shows_collectives_and_memory(folder: str) -> None:
     found = call("plan", folder, "--tp", "2", "-c", "*.down_proj=column", "--machine", "pcie", "--gpu", "24GB")
     assert found.exit_code == 0, found.output
     assert "Plan for 2 ranks" in found.output and "This plan is optimal under the cost model." in found.output
@@ -33,7 +33,9 @@ def test_table(folder: str) -> None:
 
 
 @pytest.mark.parametrize(("optimal", "gpu", "text"), [(True, "24GB", "Fits on"), (False, "0.001GB", "Does not fit on")])
-def test_summary(optimal: bool, gpu: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_summary_says_whether_it_fits_and_is_optimal(
+    optimal: bool, gpu: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     show(Plan(2, seconds=2e-3, communication=1e-3, optimal=optimal, memory=Memory(2_000_000, 0)), gpu, as_json=False)
     said = " ".join(capsys.readouterr().out.split())
     assert f"{text} {gpu}" in said and "Estimated 2.000 ms per forward pass, 50% of it in collectives." in said
@@ -51,7 +53,7 @@ def test_the_smallest_number_of_ranks_that_fits(folder: str) -> None:
     assert never.exit_code == 1 and "does not fit on 64 ranks or fewer" in never.stderr
 
 
-def test_report(folder: str, tmp_path: Path) -> None:
+def test_html_writes_a_report(folder: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     assert call("plan", folder, "--tp", "2", "--html", str(page)).exit_code == 0
     assert "o_proj" in page.read_text() and "row-parallel" in page.read_text()

@@ -84,7 +84,7 @@ def test_unknown_names_get_a_suggestion(planned: Planned) -> None:
         explain_planned(planned, "layers.0.mlp.dwn")
 
 
-def test_json(planned: Planned) -> None:
+def test_json_has_all_alternatives(planned: Planned) -> None:
     data = one(planned, "head").to_json()
     assert data["name"] == "head.weight" and data["shape"] == [96, 32] and data["world_size"] == 4
     assert data["alternatives"][0].keys() == {"placement", "possible", "seconds", "bytes", "cost", "collectives"}

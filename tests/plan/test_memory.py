@@ -83,7 +83,7 @@ def measured_step(folder: str, batch: int, context: int) -> tuple[int, int]:
         pytest.param("gemma2", {"sliding_window": 8}, marks=pytest.mark.long),  # every other layer has a sliding window
     ],
 )
-def test_prefill(ranks: Any, tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
+def test_prefill_takes_the_planned_memory(ranks: Any, tmp_path: Path, name: str, fields: dict[str, Any]) -> None:
     folder = save(name, tmp_path, **fields)
     memory = plan_model(folder, 2, batch=BATCH, context=CONTEXT).memory
     assert memory is not None and memory.cache is not None and memory.activations is not None

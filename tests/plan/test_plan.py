@@ -95,7 +95,7 @@ def test_sharded_fraction_is_that_of_the_largest_shard() -> None:
     assert even.sharded_fraction == 0.25
 
 
-def test_count() -> None:
+def test_collectives_are_counted_by_kind() -> None:
     assert small_plan().count() == {"all_reduce": 3, "all_gather": 1}
     assert Plan(2).count() == {}
 
