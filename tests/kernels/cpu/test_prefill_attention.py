@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch.fx import Graph, GraphModule
 from torch.nn.functional import scaled_dot_product_attention
 
 from paraxis.kernels.cpu.build import load_kernel
 from paraxis.kernels.cpu.prefill_attention import MAX_LENGTH
-from paraxis.optimize.cpu_attention import use_prefill_attention
 
 aten = torch.ops.aten
 needs_compiler = pytest.mark.skipif(load_kernel("prefill_attention") is None, reason="needs a C++ compiler")
@@ -66,38 +62,6 @@ def test_memory_layouts_and_threads() -> None:
             torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=2e-6)
     finally:
         torch.set_num_threads(threads)
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype", "expected"),
-    [
-        ({"is_causal": True}, torch.float32, 1),
-        ({"is_causal": True, "scale": 0.5}, torch.float32, 1),
-        ({}, torch.float32, 0),
-        ({"is_causal": True, "dropout_p": 0.1}, torch.float32, 0),
-        ({"is_causal": True}, torch.bfloat16, 0),
-    ],
-)
-def test_pass_replaces_causal_attention(options: dict[str, Any], dtype: torch.dtype, expected: int) -> None:
-    graph = Graph()
-    values = [x.to(dtype) for x in inputs(1, 2, 2, 9, 9, 16)]
-    nodes: list[Any] = [graph.placeholder(name) for name in ("query", "keys", "values")]
-    for node, value in zip(nodes, values, strict=True):
-        node.meta["val"] = value
-    repeated = nodes[:1]
-    for node in nodes[1:]:
-        apart = graph.call_function(
-            aten.expand.default, (graph.call_function(aten.unsqueeze.default, (node, 2)), [1, 2, 2, 9, 16])
-        )
-        repeated.append(graph.call_function(aten.reshape.default, (apart, [1, 4, 9, 16])))
-    result = graph.call_function(aten.scaled_dot_product_attention.default, tuple(repeated), options)
-    graph.output(result)
-    module = GraphModule({}, graph)
-    before = module(*values) if "dropout_p" not in options else None
-    assert use_prefill_attention(module) == expected
-    module.graph.lint()
-    if before is not None:
-        torch.testing.assert_close(module(*values), before)
 
 
 @needs_compiler
