@@ -25,7 +25,7 @@ from ..passes.setting import inductor_options
 from ..tensor.sharded_tensor import ShardedTensor, unwrap
 from .cuda_graphs import CUDAGraphRunner, on_device, pool_of
 from .guards import HeldShards, ParametersReplaced, form_of, picker, with_same_parameters
-from .stride_guard import KnownShards
+from .stride_guard import ShardGuard
 
 UNCHECKED = {"assert_indirect_indexing": False}
 """Without checks that indices are within bounds, in code for CPUs."""
@@ -60,13 +60,13 @@ def run_uncompiled(program: GraphModule) -> Callable[..., Any]:
         return program
     info = info_of(program)
     targets = [node.target for node in program.graph.find_nodes(op="placeholder")]
-    known = KnownShards(
+    known = ShardGuard(
         {i: x for i, x in enumerate(info.inputs) if isinstance(x, ShardedTensor) and targets[i] not in info.parameters}
     )
     checked = with_same_parameters(program, parameters_by_position(program))
 
     def run(*args: Any) -> Any:
-        if not known.fits(args):
+        if not known.matches(args):
             raise ParametersReplaced("a program was called with other tensors than it was made for")
         return checked(*args)
 
@@ -93,7 +93,7 @@ def _copy_results(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def _caller(lifted: Lifted, compiled: Callable[..., Any], pool: Any = None) -> Callable[..., Any]:
     """What is called with the arguments of the captured graph; with ``pool``, captured as a CUDA graph if possible."""
     inputs_of_graph = info_of(lifted.source).inputs
-    known = KnownShards({i: x for i in lifted.inputs if isinstance(x := inputs_of_graph[i], ShardedTensor)})
+    known = ShardGuard({i: x for i in lifted.inputs if isinstance(x := inputs_of_graph[i], ShardedTensor)})
     parameters, wrappers = lifted.parameters, lifted.wrappers
     brought, expected, inputs = picker(lifted.arguments), tuple(lifted.arguments.values()), picker(lifted.inputs)
     scalars, device = lifted.scalars, lifted.device
@@ -110,7 +110,7 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], pool: Any = None) -> C
         return shards
 
     def run(*args: Any) -> Any:
-        if not all(map(is_, brought(args), expected)) or not known.fits(args):
+        if not all(map(is_, brought(args), expected)) or not known.matches(args):
             raise ParametersReplaced("a compiled program was called with other tensors than it was compiled for")
         if torch.is_grad_enabled():
             results = compiled(*(unwrap(p) for p in parameters), *(unwrap(x) for x in inputs(args)))
