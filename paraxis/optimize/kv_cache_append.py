@@ -1,9 +1,10 @@
-"""Caches that grow in place.
+"""KV cache append in place, instead of a concatenation.
 
-A growing cache is extended by concatenation: for every token all keys and values of all layers are copied, into memory
-that the system has to provide anew. For small models that takes nearly as long as the products with the weights. Here
-the result of such a concatenation has room at its end, and the next one writes there. What was returned before stays
-what it was: only memory behind it is written, and only by the first that extends it.
+A ``DynamicCache`` appends by concatenation: for every token it copies the keys and values of all layers into newly
+allocated memory. For small models that takes nearly as long as the matmuls with the weights. Here the result of such a
+concatenation is a view of a buffer with free rows behind it, and the next append writes there. Tensors that were
+returned before do not change: only rows behind them are written, and only by the first append to each. Whoever appends
+to the same tensor once more (beam search, a cropped cache) gets a buffer of its own.
 """
 
 from __future__ import annotations
@@ -20,29 +21,31 @@ from ..tensor.graph_io import wrap_shard
 from ..tensor.sharded_tensor import unwrap
 
 aten = torch.ops.aten
-LEAST = 64
-"""Rows of room, at least; beyond that an eighth of the length."""
-STEP = 128
-"""Rows by which the memory of a cache grows where its layout has to follow from its length."""
+MIN_FREE_ROWS = 64
+"""Free rows of a new buffer, at least; beyond that an eighth of the length."""
+ROWS_STEP = 128
+"""Rows by which a buffer grows where a compiler has to know the strides from the length."""
 
 
 def append_kv_cache_in_place(module: GraphModule, compiled: bool = False) -> int:
-    """Let concatenations that extend a cache do so in place; how many. ``compiled``: by an operator that a compiler
-    leaves alone."""
+    """Replace the concatenations that append to a KV cache; how many. ``compiled``: by an operator that Inductor does
+    not look into."""
     target = torch.ops.paraxis.append_rows.default if compiled else append
     count = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.cat.default):
         parts = node.args[0]
-        if not isinstance(parts, (list, tuple)) or len(parts) != 2 or not _is_kept(node):
+        if not isinstance(parts, (list, tuple)) or len(parts) != 2 or not _is_returned_sharded(node):
             continue
         value, first = node.meta.get("val"), parts[0]
-        if not isinstance(value, torch.Tensor) or value.dim() != 4 or not (_is_given(first) or _is_empty(first)):
+        if not isinstance(value, torch.Tensor) or value.dim() != 4 or not (_is_input(first) or _is_empty(first)):
             continue
         dim = node.args[1] if len(node.args) > 1 else 0
         if not isinstance(dim, int) or dim % 4 != 2:
             continue
         added = parts[1].meta.get("val") if isinstance(parts[1], Node) else None
-        if isinstance(added, torch.Tensor) and added.dtype != value.dtype:  # the cache is of a wider one, and stays so
+        if (
+            isinstance(added, torch.Tensor) and added.dtype != value.dtype
+        ):  # concatenation promotes to the cache's dtype
             continue
         node.target, node.args = target, (*parts, *(() if compiled else (2,)))
         count += 1
@@ -51,12 +54,12 @@ def append_kv_cache_in_place(module: GraphModule, compiled: bool = False) -> int
     return count
 
 
-def _is_kept(node: Node) -> bool:
-    """Whether the caller gets it, sharded: a plain tensor may be looked at more closely."""
+def _is_returned_sharded(node: Node) -> bool:
+    """Whether it leaves the program as a sharded tensor. Users may do anything with a plain tensor."""
     return any(user.target is wrap_shard for user in node.users)
 
 
-def _is_given(node: Any) -> bool:
+def _is_input(node: Any) -> bool:
     while isinstance(node, Node) and node.target is unwrap:
         node = node.args[0]
     return isinstance(node, Node) and node.op == "placeholder"
@@ -67,8 +70,37 @@ def _is_empty(node: Any) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape) == (0,)
 
 
+# -- buffers -------------------------------------------------------------------------------------------------------
+
+
+def _owns_free_rows(past: torch.Tensor, length: int, dtype: torch.dtype) -> bool:
+    """Whether the rows behind ``past`` are free: it is at the start of a buffer in which no longer tensor exists."""
+    used = getattr(past.untyped_storage(), "rows_in_use", None)
+    return used == length and past.storage_offset() == 0 and past.dtype == dtype
+
+
+def _use_rows(result: torch.Tensor, length: int) -> torch.Tensor:
+    """Note on the storage of a result that its rows are in use; Python attributes of a storage live as long as it."""
+    result.untyped_storage().rows_in_use = length  # type: ignore[attr-defined]
+    return result
+
+
+def _new_buffer(past: torch.Tensor, new: torch.Tensor, size: list[int], dim: int, rows: int) -> torch.Tensor:
+    """A view of this size at the start of a new buffer, with the rows of ``past`` copied."""
+    with torch.inference_mode(False):  # a buffer that can be written to in any mode
+        buffer = torch.empty((*size[:dim], rows, *size[dim + 1 :]), dtype=new.dtype, device=new.device)
+    result = buffer.narrow(dim, 0, size[dim])
+    length = size[dim] - new.shape[dim]
+    if length:
+        result.narrow(dim, 0, length).copy_(past)
+    return result
+
+
+# -- as a function -------------------------------------------------------------------------------------------------
+
+
 def append(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
-    """``torch.cat([past, new], dim)``, in the memory of ``past`` if there is room behind it that nobody has."""
+    """``torch.cat([past, new], dim)``, in the buffer of ``past`` if the rows behind it are free."""
     if torch.is_grad_enabled() and (past.requires_grad or new.requires_grad):
         return torch.cat([past, new], dim)
     result, count = _extended(past, new, dim), new.shape[dim]
@@ -77,32 +109,22 @@ def append(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _extended(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
-    """``past`` with room for ``new`` behind it, which has yet to be written there."""
+    """``past`` with rows for ``new`` behind it, which are not written yet."""
     length = past.shape[dim] if past.dim() > 1 else 0
     size = list(new.shape)
     size[dim] += length
-    if length:
-        memory = past.untyped_storage()
-        here = getattr(memory, "filled", None) == length and past.storage_offset() == 0
-        if here and past.dtype == new.dtype and (past.stride(0) or past.shape[0] == 1):
-            room = past.stride(dim - 1) // past.stride(dim) if past.stride(dim) else 0
-            if size[dim] <= room:
-                memory.filled = size[dim]  # type: ignore[attr-defined]
-                return past.as_strided(size, past.stride())
-    rows = size[dim] + max(LEAST, size[dim] // 8)
-    with torch.inference_mode(False):  # to be written to in any mode
-        buffer = torch.empty((*size[:dim], rows, *size[dim + 1 :]), dtype=new.dtype, device=new.device)
-    result = buffer.narrow(dim, 0, size[dim])
-    if length:
-        result.narrow(dim, 0, length).copy_(past)
-    result.untyped_storage().filled = size[dim]  # type: ignore[attr-defined]
-    return result
+    if length and _owns_free_rows(past, length, new.dtype) and (past.stride(0) or past.shape[0] == 1):
+        capacity = past.stride(dim - 1) // past.stride(dim) if past.stride(dim) else 0
+        if size[dim] <= capacity:
+            return _use_rows(past.as_strided(size, past.stride()), size[dim])
+    rows = size[dim] + max(MIN_FREE_ROWS, size[dim] // 8)
+    return _use_rows(_new_buffer(past, new, size, dim, rows), size[dim])
 
 
 def attend_extended(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention of one query on keys and values with one more row each, and these."""
+    """Append one row to keys and values, and attend to all rows: the attention, the keys and the values."""
     if must_use_aten():
         keys, values = append(keys, key, 2), append(values, value, 2)
         shared = query.shape[1] != keys.shape[1]
@@ -112,34 +134,15 @@ def attend_extended(
 
 
 # -- as an operator ------------------------------------------------------------------------------------------------
-
-
-class _Memory:
-    """What tensors of a growing cache lie in. Each is given storage of its own there: results of an operator may not
-    share theirs with its arguments."""
-
-    __slots__ = ("bytes", "filled")
-
-    def __init__(self, count: int, dtype: torch.dtype) -> None:
-        self.bytes = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device="cpu").numpy()
-        self.filled = 0
-        """Rows that somebody has."""
-
-    def tensor(self, like: torch.Tensor, length: int) -> torch.Tensor:
-        """A cache of this length at the beginning of it."""
-        batch, heads, _, features = like.shape
-        storage = torch.from_numpy(self.bytes).untyped_storage()
-        storage.memory = self  # type: ignore[attr-defined]
-        result = like.new_empty(0)
-        result.set_(storage, 0, (batch, heads, length, features), _strides(heads, length, features))
-        self.filled = length
-        return result
+# The result may be a view of ``past``, which a schema cannot say: an alias is there always or never. Declared as a new
+# tensor it is right for a compiler: what it may read of ``past`` never changes, and both are inputs or results of the
+# graph, whose memory is not reused.
 
 
 def _append_rows(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """:func:`append` for [batch, heads, rows, features], with room that follows from the length alone.
+    """:func:`append` for [batch, heads, rows, features], with strides that follow from the length alone.
 
-    A compiler has to know how the result is laid out.
+    A compiler has to know the strides of the result.
     """
     result, count = _grown(past, new), new.shape[2]
     result.narrow(2, result.shape[2] - count, count).copy_(new)
@@ -147,24 +150,20 @@ def _append_rows(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def _grown(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """``past`` with room for ``new`` behind it, which has yet to be written there."""
+    """``past`` with rows for ``new`` behind it, which are not written yet."""
     batch, heads, count, features = new.shape
     before = past.shape[2] if past.dim() > 1 else 0
-    length = before + count
-    memory = getattr(past.untyped_storage(), "memory", None) if before else None
-    if memory is not None and memory.filled == before and _rows(before) == _rows(length):
-        here = past.storage_offset() == 0 and past.dtype == new.dtype
-        if here and past.stride() == _strides(heads, before, features):
-            return memory.tensor(new, length)  # type: ignore[no-any-return]
-    result = _Memory(batch * heads * _rows(length) * features, new.dtype).tensor(new, length)
-    if before:
-        result.narrow(2, 0, before).copy_(past)
-    return result
+    size = [batch, heads, before + count, features]
+    if before and _rows(before) == _rows(size[2]) and _owns_free_rows(past, before, new.dtype):
+        strides = _strides(heads, before, features)
+        if past.stride() == strides:
+            return _use_rows(past.as_strided(size, strides), size[2])
+    return _use_rows(_new_buffer(past, new, size, 2, _rows(size[2])), size[2])
 
 
 def _rows(length: Any) -> Any:
-    """Rows that memory is taken for; always more than there are, for strides not to look like those of a full one."""
-    return (length // STEP + 1) * STEP
+    """Rows of the buffer for a length; always more than that, for strides not to look like those of a full one."""
+    return (length // ROWS_STEP + 1) * ROWS_STEP
 
 
 def _strides(heads: int, length: Any, features: int) -> tuple[Any, Any, int, int]:
@@ -173,7 +172,7 @@ def _strides(heads: int, length: Any, features: int) -> tuple[Any, Any, int, int
 
 
 def _appended(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """What the operator gives, without data."""
+    """The result of the operator for fake tensors."""
     batch, heads, count, features = new.shape
     length = count + (past.shape[2] if past.dim() > 1 else 0)
     return new.new_empty_strided((batch, heads, length, features), _strides(heads, length, features))
@@ -182,7 +181,7 @@ def _appended(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 def _attend_appended(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`attend_extended`, with room that follows from the length alone."""
+    """:func:`attend_extended`, with strides that follow from the length alone."""
     keys, values = _grown(keys, key), _grown(values, value)
     return decode_attention(query, keys, values, key, value, scale), keys, values
 

@@ -1,4 +1,4 @@
-"""Caches that grow in place, and what was taken from them before."""
+"""KV cache append in place, and tensors that were returned before."""
 
 from __future__ import annotations
 
@@ -9,49 +9,66 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from paraxis.optimize.kv_cache_append import append, append_kv_cache_in_place
-from paraxis.passes.partition import named
+from paraxis.tensor.graph_io import wrap_shard
 
 aten = torch.ops.aten
 
 
 Append = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-WAYS = pytest.mark.parametrize("add", [lambda past, new: append(past, new, 2), torch.ops.paraxis.append_rows])
-"""As a function, and as an operator."""
+AS_FUNCTION_AND_OPERATOR = pytest.mark.parametrize(
+    "add", [lambda past, new: append(past, new, 2), torch.ops.paraxis.append_rows], ids=["function", "operator"]
+)
 
 
 def rows(count: int) -> torch.Tensor:
     return torch.randn(2, 3, count, 4)
 
 
-@WAYS
-def test_like_a_concatenation_for_any_number_of_steps(add: Append) -> None:
-    cache, whole, moved = torch.tensor([]), torch.empty(2, 3, 0, 4), 0
+def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+@AS_FUNCTION_AND_OPERATOR
+def test_equal_to_a_concatenation_for_any_number_of_steps(add: Append) -> None:
+    cache, full, moved = torch.tensor([]), torch.empty(2, 3, 0, 4), 0
     for step in range(300):
         new = rows(7 if step == 0 else 1 + step % 3)
         before = cache.data_ptr()
-        cache, whole = add(cache, new), torch.cat([whole, new], 2)
+        cache, full = add(cache, new), torch.cat([full, new], 2)
         moved += cache.data_ptr() != before
-        assert torch.equal(cache, whole)
-    assert moved < 20, "it has room for what comes"
+        assert torch.equal(cache, full)
+    assert moved < 20, "it has free rows for the next ones"
 
 
-@WAYS
-def test_what_was_returned_before_stays(add: Append) -> None:
-    """Two continuations of the same cache, and of a part of it."""
+@AS_FUNCTION_AND_OPERATOR
+def test_tensors_returned_before_do_not_change(add: Append) -> None:
+    """Two continuations of the same cache, and of a crop of it."""
     start = add(torch.tensor([]), rows(5))
-    kept = start.clone()
+    copied = start.clone()
     first, second = rows(2), rows(2)
     a, b = add(start, first), add(start, second)
     shorter = add(a[:, :, :3], second)
     later = add(start[:, :, 1:], first)
     assert a.data_ptr() == start.data_ptr() and b.data_ptr() != start.data_ptr()
-    assert torch.equal(start, kept)
-    assert torch.equal(a, torch.cat([kept, first], 2)) and torch.equal(b, torch.cat([kept, second], 2))
-    assert torch.equal(shorter, torch.cat([kept[:, :, :3], second], 2))
-    assert torch.equal(later, torch.cat([kept[:, :, 1:], first], 2))
+    assert torch.equal(start, copied)
+    assert torch.equal(a, torch.cat([copied, first], 2)) and torch.equal(b, torch.cat([copied, second], 2))
+    assert torch.equal(shorter, torch.cat([copied[:, :, :3], second], 2))
+    assert torch.equal(later, torch.cat([copied[:, :, 1:], first], 2))
 
 
-@WAYS
+@AS_FUNCTION_AND_OPERATOR
+def test_aliasing_is_visible_to_torch(add: Append) -> None:
+    """One memory is one storage: a result that lies where its argument does shares storage and version with it."""
+    start = add(torch.tensor([]), rows(5))
+    longer = add(start, rows(1))
+    assert longer.data_ptr() == start.data_ptr() and same_storage(longer, start)
+    assert longer._version == start._version
+    other = add(start, rows(1))
+    assert not same_storage(other, start)
+    assert longer.untyped_storage().nbytes() >= longer.numel() * longer.element_size()
+
+
+@AS_FUNCTION_AND_OPERATOR
 def test_other_batches_and_modes(add: Append) -> None:
     """Reordered for beams, and in and out of inference mode."""
     with torch.inference_mode():
@@ -66,35 +83,38 @@ def test_other_batches_and_modes(add: Append) -> None:
 
 
 def test_gradients() -> None:
-    grown, new = rows(5).requires_grad_(), rows(1)
-    append(grown, new, 2).sum().backward()
-    assert grown.grad is not None
+    cache, new = rows(5).requires_grad_(), rows(1)
+    append(cache, new, 2).sum().backward()
+    assert cache.grad is not None
 
 
-@pytest.mark.parametrize(("dim", "kept", "expected"), [(-2, True, 1), (-2, False, 0), (1, True, 0)])
-def test_only_caches(dim: int, kept: bool, expected: int) -> None:
-    """What is no result of the program, or grows elsewhere, is left alone."""
+@pytest.mark.parametrize(("dim", "sharded", "expected"), [(-2, True, 1), (-2, False, 0), (1, True, 0)])
+def test_only_caches(dim: int, sharded: bool, expected: int) -> None:
+    """What does not leave the program sharded, or grows in another dimension, stays a concatenation."""
     graph = Graph()
     past, new = graph.placeholder("past"), graph.placeholder("new")
     both = graph.call_function(aten.cat.default, ([past, new], dim))
     both.meta["val"] = torch.empty(2, 3, 6, 4, device="meta")
-    graph.output(graph.call_function(named(lambda x: x, "keep_sharded"), (both,)) if kept else both)
+    wrapped = graph.call_function(wrap_shard, (both, "", (), "")) if sharded else both
+    graph.output(wrapped)
     module = GraphModule({}, graph)
     assert append_kv_cache_in_place(module) == expected
+    if sharded:
+        wrapped.target = lambda x, *_: x  # there is no group to wrap it for
+        module.recompile()
     a, b = rows(5), rows(1) if dim == -2 else rows(5)
     assert torch.equal(module(a, b), torch.cat([a, b], dim))
 
 
-def test_the_operator_says_how_its_result_is_laid_out() -> None:
+def test_the_operator_tells_the_strides_of_its_result() -> None:
     """What a compiler is told must be so, whatever the cache was and however long it gets."""
     pasts = (torch.tensor([]), rows(5), rows(5).transpose(0, 1).contiguous().transpose(0, 1), rows(9)[:, :, 1:4])
     for past in (*pasts, rows(127), rows(128), rows(126)):
         found = past
         for new in (rows(2), rows(2), rows(1)):
             told = torch.ops.paraxis.append_rows(found.to("meta"), new.to("meta"))
-            before, found = found, torch.ops.paraxis.append_rows(found, new)
+            found = torch.ops.paraxis.append_rows(found, new)
             assert (found.shape, found.stride()) == (told.shape, told.stride())
-            assert found.untyped_storage()._cdata != before.untyped_storage()._cdata, "no result may be an argument"
 
 
 def test_half_precision() -> None:
