@@ -26,7 +26,7 @@ def test_every_module_is_on_the_map() -> None:
     assert not [line for line in named if len(line.split()) < 2], "a module without a docstring"
 
 
-def test_summaries(tmp_path: Path) -> None:
+def test_summary_is_the_first_sentence(tmp_path: Path) -> None:
     """The first sentence, over several lines, without markup."""
     path = tmp_path / "module.py"
     path.write_text('"""Reads ``a.b`` from\n:class:`~x.Y`. More of it.\n\nAnd more."""\n')

@@ -41,7 +41,7 @@ def all_collectives(shape: tuple[int, ...], dtype: torch.dtype, dim: int, transp
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_values(ranks: Ranks, world: int) -> None:
+def test_results_are_those_of_plain_indexing(ranks: Ranks, world: int) -> None:
     shape = (4, 8, 4)
     cases = [(dtype, 1, False) for dtype in DTYPES] + [(torch.float32, d, t) for d in (0, -1) for t in (0, 1)]
     jobs = ranks(world).run(run_all, all_collectives, [(shape, d, dim, bool(t)) for d, dim, t in cases])
@@ -93,7 +93,7 @@ def counted() -> tuple[dict[str, int], int, dict[str, int], int]:
     return dict(outer.counts), outer.total, dict(inner.counts), inner.bytes
 
 
-def test_counting(ranks: Ranks) -> None:
+def test_collectives_are_counted_with_their_bytes(ranks: Ranks) -> None:
     for outer, total, inner, size in ranks(2).run(counted):
         assert inner == {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 1}
         assert outer == {**inner, "all_reduce": 2} and total == 4

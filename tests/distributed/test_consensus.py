@@ -69,7 +69,7 @@ def host_of_the_store_fails() -> None:
         time.sleep(0.5)
 
 
-def test_success(ranks) -> None:  # type: ignore[no-untyped-def]
+def test_success_on_all_ranks_raises_nothing(ranks) -> None:  # type: ignore[no-untyped-def]
     assert ranks(2).run(fails, [], "key") == [None, None]
     assert ranks(2).run(reports, 5) == [None, None]
 

@@ -62,7 +62,7 @@ def lookup(
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("padding_idx", [None, 3, -1])
-def test_embedding(ranks: Ranks, world: int, padding_idx: int | None) -> None:
+def test_results_and_gradients_are_those_of_the_full_table(ranks: Ranks, world: int, padding_idx: int | None) -> None:
     y, dw = expected(padding_idx)
     even = Layout.even(VOCAB, world)
     ends = [0, 7, 20] if world == 2 else [0, 7, 8, 17, 20]
@@ -106,7 +106,7 @@ def refusals() -> dict[str, str]:
     return messages
 
 
-def test_refusals(ranks: Ranks) -> None:
+def test_what_cannot_be_sharded_is_refused(ranks: Ranks) -> None:
     for rank, messages in enumerate(ranks(2).run(refusals)):
         assert "one range of ids per rank" in messages["packed"] and "one range" in messages["shared"]
         assert "21 is not divisible by 2" in messages["divisible"] and "vocabulary" in messages["divisible"]

@@ -190,7 +190,7 @@ def modules() -> dict[str, Any]:
     return results
 
 
-def test_module(ranks: Ranks) -> None:
+def test_module_computes_the_loss_of_torch(ranks: Ranks) -> None:
     for results in ranks(2).run(modules):
         mean, _ = expected_loss((7, CLASSES))
         torch.testing.assert_close(results["told"], mean)
@@ -223,5 +223,5 @@ def compiled() -> None:
     torch.testing.assert_close(grads[0], grads[1])
 
 
-def test_compiled(ranks: Ranks) -> None:
+def test_compiled_loss_is_the_same(ranks: Ranks) -> None:
     ranks(2).run(compiled)

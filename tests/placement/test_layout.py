@@ -154,7 +154,7 @@ def test_unscale_of_a_constant_layout() -> None:
 
 
 @pytest.mark.parametrize(("seed", "rng"), RANDOM[:40])
-def test_slices(seed: int, rng: random.Random) -> None:
+def test_slice_of_a_layout_has_the_same_owners(seed: int, rng: random.Random) -> None:
     world, size = rng.choice([2, 4]), rng.choice([4, 6, 8])
     layout = random_layout(rng, size, world)
     start = rng.randrange(size)
@@ -171,12 +171,12 @@ def test_slices(seed: int, rng: random.Random) -> None:
 
 
 @pytest.mark.parametrize(("seed", "rng"), RANDOM[:20])
-def test_json(seed: int, rng: random.Random) -> None:
+def test_json_gives_the_same_layout(seed: int, rng: random.Random) -> None:
     layout = random_layout(rng, rng.choice([4, 6]), 2)
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
-def test_text() -> None:
+def test_text_says_how_sizes_are_distributed() -> None:
     assert str(Layout.even(8, 2)) == "even" and str(Layout.even(5, 2)) == "uneven"
     assert str(Layout.even(2, 4)) == "0:1,0:1,1:2,1:2 of 2"
 

@@ -66,14 +66,14 @@ def test_boxes_cover_every_element_once_without_copies(world: int) -> None:
 
 
 @pytest.mark.parametrize(("seed", "rng"), RANDOM[:20])
-def test_json(seed: int, rng: random.Random) -> None:
+def test_json_gives_the_same_placement(seed: int, rng: random.Random) -> None:
     layout = random_layout(rng, rng.choice([4, 6]), 2)
     for placement in (REPLICATE, PARTIAL, SHARED, Shard.of({0: layout, 3: Layout.even(8, 2)})):
         assert from_json(json.loads(json.dumps(to_json(placement)))) == placement
     assert Layout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
 
 
-def test_text() -> None:
+def test_text_is_short() -> None:
     assert str(REPLICATE) == "R" and str(PARTIAL) == "P" and str(SHARED) == "S()"
     assert str(Shard.of(1, Layout.even(8, 2))) == "S(1)"
     assert str(Shard.of(0, Layout.even(5, 2))) == "S(0: uneven)"

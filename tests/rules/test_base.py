@@ -62,7 +62,7 @@ def test_layouts_on_a_dimension() -> None:
         (call_to(aten.relu.default, f(4)), False),
     ],
 )
-def test_draws(call: Call, random: bool) -> None:
+def test_random_calls_are_recognised(call: Call, random: bool) -> None:
     assert draws(call) == random
 
 

@@ -13,7 +13,7 @@ from paraxis.rules.validation.run import Trial, same, shard_of
 from paraxis.rules.validation.samples import FAMILIES
 
 
-def test_samples() -> None:
+def test_every_strategy_for_the_samples_is_right() -> None:
     """No strategy shards anything; the replicated one is right, and the result does not depend on the input's shard."""
     torch.manual_seed(0)
     for op, args, kwargs in FAMILIES["factory"]():

@@ -18,7 +18,7 @@ aten = torch.ops.aten
 REPLICATED = {"aten.index.Tensor (4, 6, 8)"}  # with a mask
 
 
-def test_samples() -> None:
+def test_every_strategy_for_the_samples_is_right() -> None:
     validate("lookup", REPLICATED)
 
 
@@ -30,7 +30,7 @@ def test_samples() -> None:
         (aten.embedding.default, (f(12, 8), i(12, 4)), ("S(1)", "R"), ("S(1)",)),
     ],
 )
-def test_offers(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+def test_rule_offers_these_placements(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
     assert_offers(op, args, inputs, outputs)
 
 

@@ -24,7 +24,7 @@ def vocab_parallel_log_softmax(shards: list[torch.Tensor], dim: int) -> list[tor
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_samples(world: int) -> None:
+def test_every_strategy_for_the_samples_is_right(world: int) -> None:
     """The loss from the shards that the rule asks for, and its gradient, are those of the unsharded operator.
 
     The strategy is run by a parallel layer, not by the operator: here on simulated ranks.

@@ -23,7 +23,7 @@ REPLICATED = {
 """Sample calls without a sharded strategy."""
 
 
-def test_samples() -> None:
+def test_every_strategy_for_the_samples_is_right() -> None:
     validate("matmul", REPLICATED)
 
 
@@ -36,7 +36,7 @@ def test_samples() -> None:
         (aten.matmul.default, (f(2, 8), f(8, 6)), ("S(1)", "S(0)"), ("P",)),
     ],
 )
-def test_offers(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+def test_rule_offers_these_placements(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
     assert_offers(op, args, inputs, outputs)
 
 

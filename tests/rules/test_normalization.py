@@ -7,5 +7,5 @@ from rules.families import validate
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_samples() -> None:
+def test_every_strategy_for_the_samples_is_right() -> None:
     validate("norm")

@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_samples() -> None:
+def test_every_strategy_for_the_samples_is_right() -> None:
     validate("pointwise")
 
 
@@ -34,7 +34,7 @@ def test_samples() -> None:
         (aten.masked_fill.Scalar, (f(4, 8), b(4, 8), 0), ("S(1)", "S(1)"), ("S(1)",)),
     ],
 )
-def test_offers(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+def test_rule_offers_these_placements(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
     assert_offers(op, args, inputs, outputs)
 
 

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", ["reduction", "line"])
-def test_samples(family: str) -> None:
+def test_every_strategy_for_the_samples_is_right(family: str) -> None:
     validate(family)
 
 
@@ -27,7 +27,7 @@ def test_samples(family: str) -> None:
         (aten.mean.dim, (f(4, 8), [-1], True), ("S(1)",), ("P",)),
     ],
 )
-def test_offers(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+def test_rule_offers_these_placements(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
     assert_offers(op, args, inputs, outputs)
 
 

@@ -64,7 +64,7 @@ def test_temporary_rules_are_undone() -> None:
     assert registered()[aten.relu.default].samples == "pointwise"
 
 
-def test_overloads() -> None:
+def test_overloads_leave_out_variants_that_write() -> None:
     found = list(overloads_of([aten.relu, aten.add_, aten.mm.default]))
     assert aten.relu.default in found and aten.relu.out not in found and aten.mm.default in found
     assert not any(op._schema.is_mutable for op in found)
@@ -92,6 +92,6 @@ def test_rules_that_accept_unplaced_inputs(op: Any, accepted: bool) -> None:
     assert accepts_unplaced(op) == accepted
 
 
-def test_structures() -> None:
+def test_operators_have_no_structure_by_default() -> None:
     call, _ = call_of(aten.relu.default, (f(4, 6),), {}, 2)
     assert structures_for(call) == {}

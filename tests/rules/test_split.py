@@ -18,7 +18,7 @@ aten = torch.ops.aten
 REPLICATED = {"aten.slice.Tensor (4, 8)"}  # every second index, from the middle
 
 
-def test_samples() -> None:
+def test_every_strategy_for_the_samples_is_right() -> None:
     validate("split", REPLICATED)
 
 
@@ -29,7 +29,7 @@ def test_samples() -> None:
         (aten.cat.default, ([f(4, 8), f(4, 8)], 1), ("S(1)", "S(1)"), ("S(1)",)),
     ],
 )
-def test_offers(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+def test_rule_offers_these_placements(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
     assert_offers(op, args, inputs, outputs)
 
 

@@ -15,7 +15,7 @@ from paraxis.rules.view import carry, groups
 aten = torch.ops.aten
 
 
-def test_samples() -> None:
+def test_every_strategy_for_the_samples_is_right() -> None:
     validate("view")
 
 
@@ -28,7 +28,7 @@ def test_samples() -> None:
         (aten.transpose.int, (f(2, 4, 6), 1, 2), ("S(1)",), ("S(2)",)),
     ],
 )
-def test_offers(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+def test_rule_offers_these_placements(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:
     assert_offers(op, args, inputs, outputs)
 
 

@@ -200,7 +200,7 @@ def test_pools_belong_to_their_context(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
-def test_copies(dtype: torch.dtype) -> None:
+def test_copies_have_their_own_memory(dtype: torch.dtype) -> None:
     for count in (1, 3):
         tensors = [torch.ones(2, dtype=dtype) for _ in range(count)]
         copies = cuda_graphs._copies(tensors)

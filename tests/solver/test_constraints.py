@@ -22,7 +22,7 @@ def program() -> Program:
     return transformer_program()
 
 
-def test_parse() -> None:
+def test_parsing_refuses_unknown_placements() -> None:
     assert parse(None) == []
     assert parse({"head": "Column"}) == [Constraint("head", "column")]
     assert parse({"head": ["not row", "shard( 1 )"]}) == [
@@ -50,7 +50,7 @@ def test_patterns_match_parameters_and_modules() -> None:
     assert not constraint.matches(["layers.0.mlp.down_proj.weight"])
 
 
-def test_holds() -> None:
+def test_constraint_holds_for_its_placements() -> None:
     axes = {"column": 0, "row": 1}
     for placement, fitting in (
         ("replicated", [REPLICATE]),

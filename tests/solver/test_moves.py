@@ -14,7 +14,7 @@ from paraxis.solver.moves import sequence_length, sequence_shards, settled, shar
 EVEN = Layout.even(8, 2)
 
 
-def test_settled() -> None:
+def test_placement_after_a_move() -> None:
     other = Shard.of(1, EVEN)
     shard = Shard.of(0, EVEN)
     assert settled(REPLICATE, shard) == REPLICATE

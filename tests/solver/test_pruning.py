@@ -62,7 +62,7 @@ def test_beyond_the_limit_the_most_promising_stay(program: Program, pruner: Prun
     assert dropped and sorted(k for _, k in pruned.values()) == [0, 1, 2, 3]
 
 
-def test_tolls(program: Program, pruner: Pruner) -> None:
+def test_toll_is_the_cheapest_move(program: Program, pruner: Pruner) -> None:
     activation, (parameter,) = program.steps[0].outputs[0], program.parameters
     replicated, shard = pruner.ids.id_of(REPLICATE), pruner.ids.id_of(SHARD)
     assert pruner.toll(activation, replicated, shard, 1) == inf, "no rule may lead there"

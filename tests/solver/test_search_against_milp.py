@@ -26,7 +26,7 @@ MODELS = [
 """Beside the default, in which latency and the memory of replicated parameters decide."""
 
 
-def check(program: Program, model: CostModel) -> Solution:
+def assert_optimal(program: Program, model: CostModel) -> Solution:
     """The search finds the optimum of the integer program (``abs=0``: costs are tiny)."""
     solution, _ = search(program, model)
     assert solution.cost == pytest.approx(optimum(program, model), rel=1e-6, abs=0.0)
@@ -48,7 +48,7 @@ def test_random_graphs(seed: int) -> None:
     world = (2, 3, 4)[seed % 3]
     program = random_graph(seed, world, length=6 + seed % 8, twice=seed % 2 == 0)
     for model in (CostModel(), MODELS[seed % len(MODELS)]):
-        check(program, replace(model, world=world))
+        assert_optimal(program, replace(model, world=world))
 
 
 # -- one block of real architectures -------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_architectures(name: str) -> None:
+def test_architecture_has_the_optimum_of_the_milp(name: str) -> None:
     """Embedding, one block and head, as captured."""
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +80,7 @@ def test_architectures(name: str) -> None:
         torch._dynamo.reset()
     for world in (2, 3, 4) if name == "llama" else (2,):
         program = Program(captured.graph, {v.node: n for v, n in captured.parameters.items()}, {}, world)
-        assert check(program, CostModel(world=world)).optimal
+        assert assert_optimal(program, CostModel(world=world)).optimal
 
 
 SEARCH = importlib.import_module("paraxis.solver.search")
@@ -92,7 +92,7 @@ def test_the_second_pass_finds_what_the_first_misses(monkeypatch: pytest.MonkeyP
     missed = 0
     for seed in range(30):
         program = random_graph(seed)
-        assert check(program, CostModel()).optimal
+        assert assert_optimal(program, CostModel()).optimal
         with monkeypatch.context() as only:
             only.setattr(SEARCH, "MAX_STATES", 2)
             first, _ = search(program, CostModel())
@@ -143,13 +143,13 @@ def test_a_tensor_taken_twice() -> None:
 
     program = traced(run, [torch.empty(4, 8)], [torch.empty(8, 8)], 2)
     program.placements = dict.fromkeys(program.parameters, Shard.of(1, Layout.even(8, 2)))
-    check(program, CostModel())
+    assert_optimal(program, CostModel())
 
 
 def test_a_view_of_a_weight_that_must_be_replicated() -> None:
     """Gathering it is not cheaper than replicating the weight."""
     program = traced(lambda x, w: x @ w.t().flip(0, 1), [torch.empty(4, 8)], [torch.empty(8, 8)], 2)
-    check(program, CostModel())
+    assert_optimal(program, CostModel())
 
 
 def test_a_partial_value_that_is_scattered_and_then_gathered() -> None:
@@ -161,4 +161,4 @@ def test_a_partial_value_that_is_scattered_and_then_gathered() -> None:
 
     program = traced(run, [torch.empty(16, 64)], [torch.empty(4, 64, 64), torch.empty(64, 64)], 2)
     program.placements = {next(iter(program.parameters)): Shard.of(0, Layout.even(4, 2))}
-    check(program, CostModel())
+    assert_optimal(program, CostModel())

@@ -60,7 +60,7 @@ def few_frames(count: int) -> Iterator[None]:
         sys.setrecursionlimit(before)
 
 
-def check(graph: GraphModule, weights: dict[Node, str], blocks: int) -> None:
+def assert_solved(graph: GraphModule, weights: dict[Node, str], blocks: int) -> None:
     """Every weight is sharded, with one collective per block."""
     program, model = Program(graph, weights, {}, 2), CostModel()
     solution, _ = search(program, model)
@@ -73,11 +73,11 @@ def check(graph: GraphModule, weights: dict[Node, str], blocks: int) -> None:
 @pytest.mark.long
 def test_twenty_thousand_nodes() -> None:
     blocks, length = 500, 40
-    check(simplify(deep(1, length)[0]), {}, 0)  # loads what is imported on first use
+    assert_solved(simplify(deep(1, length)[0]), {}, 0)  # loads what is imported on first use
     graph, weights = deep(blocks, length)
     assert sum(n.op == "call_function" for n in graph.graph.nodes) == 20_000
     with few_frames(60):
-        check(simplify(graph), weights, blocks)
+        assert_solved(simplify(graph), weights, blocks)
 
 
 def test_decomposing_takes_no_frames_per_node() -> None:
@@ -88,4 +88,4 @@ def test_decomposing_takes_no_frames_per_node() -> None:
         made = simplify(to_aten(graph))
         names = {n: weights[n.meta["origin"]] for n in made.graph.nodes if n.meta.get("origin") in weights}
         assert len(names) == 40
-        check(made, names, 20)
+        assert_solved(made, names, 20)

@@ -51,7 +51,7 @@ def splits(structure: Structure) -> set[int]:
         (((16, 4),), ((4, 1), (12, 1)), ((4, 4), (12, 4))),
     ],
 )
-def test_refine(a: Structure, b: Structure, expected: Structure) -> None:
+def test_refinement_is_symmetric(a: Structure, b: Structure, expected: Structure) -> None:
     assert refine(a, b) == expected
     assert refine(b, a) == expected
 

@@ -29,7 +29,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return record_weights(monkeypatch, gemm_onednn, "onednn_linear")
 
 
-def check(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def assert_accurate(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert found.is_contiguous()
     torch.testing.assert_close(found, expected.float(), atol=2e-5, rtol=1e-5)
@@ -43,7 +43,7 @@ def test_result_is_that_of_linear(outputs: int, inputs: int, form: str, calls: l
     for rows in ((64,), (2, 51)):
         for bias in (None, torch.randn(outputs)):
             x = torch.randn(*rows, inputs)
-            check(gemv.linear(x, weight, bias), x, weight, bias)
+            assert_accurate(gemv.linear(x, weight, bias), x, weight, bias)
     assert len(calls) == 4
 
 

@@ -14,7 +14,7 @@ from paraxis.rules.validation.exploration import candidates, confirm, report_on
 aten = torch.ops.aten
 
 
-def test_missing() -> None:
+def test_missing_strategies_are_listed() -> None:
     assert missing(aten.mul.Tensor, f(4, 6), f(6)) == []
     with temporary_rules():
         calls = [sample(aten.mul.Tensor, f(4, 6), f(4, 6))]

@@ -12,7 +12,7 @@ from paraxis.rules.validation.__main__ import main, survey
 aten = torch.ops.aten
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_fails_for_a_wrong_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["aten.native_group_norm", "aten.cumsum"]) == 0
     assert "aten.cumsum.default" in capsys.readouterr().out
     with temporary_rules():
