@@ -17,7 +17,7 @@ from paraxis.tensor.sharded_tensor import ShardedTensor
 
 
 def parallelize_module_with_weights() -> dict[str, Any]:
-    """A transformers model that is passed as a module, over a group of its own."""
+    """A transformers model that is passed as a module, over a new group."""
     unsharded, model = build("qwen2"), build("qwen2")
     ids, _ = batch(unsharded.config.vocab_size)
     result = parallelize_model(model, context(dist.new_group()), example_inputs={"input_ids": ids})

@@ -1,4 +1,4 @@
-"""Training on meshes of data-parallel and tensor-parallel ranks, beside the unsharded model."""
+"""Training on meshes of data-parallel and tensor-parallel ranks, against the unsharded model."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def mean_over_ranks(losses: list[float], group: Any) -> list[float]:
     return (total / torch.distributed.get_world_size(group)).tolist()
 
 
-def train_beside_unsharded(
+def train_against_unsharded(
     folder: str,
     dp: int,
     tp: int,

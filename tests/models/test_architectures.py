@@ -12,7 +12,7 @@ from models.tiny import CONFIGS, PARALLEL_BLOCKS, config
 from paraxis.distributed.collectives import count_collectives
 
 
-def run_beside_unsharded(folder: str, thorough: bool) -> dict[str, Any]:
+def run_against_unsharded(folder: str, thorough: bool) -> dict[str, Any]:
     """A training step; if thorough, also inference, another shape and generation."""
     model, ctx = parallel(folder)
     unsharded = reference(folder)
@@ -69,7 +69,7 @@ CASES = [
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_parallel_model_equals_the_unsharded_one(name: str, world: int, ranks: Any, checkpoints: Any) -> None:
     thorough = world == 2 and name in THOROUGH
-    results = ranks(world).run(run_beside_unsharded, checkpoints(name), thorough, timeout=300)
+    results = ranks(world).run(run_against_unsharded, checkpoints(name), thorough, timeout=300)
     for found in results:
         assert found["same_class"]
         assert (found["logits"] - found["expected"]).abs().max() < 1e-4

@@ -35,7 +35,7 @@ def test_all_ranks_sample_the_first_ranks_tokens(checkpoint: str, ranks: Any) ->
     assert torch.equal(first, second) and torch.equal(first, expected)
 
 
-def train_beside_unsharded(folder: str) -> dict[str, Any]:
+def train_against_unsharded(folder: str) -> dict[str, Any]:
     """Three steps of AdamW with accumulated and clipped gradients."""
     model, _ = parallel(folder)
     unsharded = reference(folder)
@@ -57,7 +57,7 @@ def train_beside_unsharded(folder: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_training_follows_the_unsharded_model(checkpoint: str, ranks: Any) -> None:
-    for found in ranks(2).run(train_beside_unsharded, checkpoint):
+    for found in ranks(2).run(train_against_unsharded, checkpoint):
         losses = torch.tensor(found["losses"]).view(3, 2, 2)  # step, model, row
         assert (losses[:, 0] - losses[:, 1]).abs().max() < 1e-4
         assert losses[-1, 0].mean() < losses[0, 0].mean()

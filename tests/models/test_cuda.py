@@ -11,7 +11,7 @@ from models.compare import batch, gradient_errors, parallel, reference
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def run_beside_unsharded(folder: str, dtype: torch.dtype) -> dict[str, Any]:
+def run_against_unsharded(folder: str, dtype: torch.dtype) -> dict[str, Any]:
     """A training step and generation, against the unsharded model in the same dtype and in float64."""
     torch.backends.cuda.matmul.allow_tf32 = False
     model, ctx = parallel(folder, "cuda:0", torch_dtype=dtype)
@@ -47,7 +47,7 @@ def run_beside_unsharded(folder: str, dtype: torch.dtype) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2"])
 def test_float32_equals_the_unsharded_model(name: str, ranks: Any, checkpoints: Any) -> None:
-    results = ranks(2).run(run_beside_unsharded, checkpoints(name), torch.float32, timeout=300)
+    results = ranks(2).run(run_against_unsharded, checkpoints(name), torch.float32, timeout=300)
     for found in results:
         assert found["device"] == {"cuda"} and found["fraction"] <= 0.55
         assert found["logits"] < 1e-4 and found["loss"] < 1e-5
@@ -59,7 +59,7 @@ def test_float32_equals_the_unsharded_model(name: str, ranks: Any, checkpoints: 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_bfloat16_is_as_accurate_as_unsharded(name: str, ranks: Any, checkpoints: Any) -> None:
     """Rounding makes bfloat16 differ: compared with float64, the parallel model must be as close as the unsharded."""
-    results = ranks(2).run(run_beside_unsharded, checkpoints(name), torch.bfloat16, timeout=300)
+    results = ranks(2).run(run_against_unsharded, checkpoints(name), torch.bfloat16, timeout=300)
     for found in results:
         assert found["dtype"] == {torch.bfloat16} and found["device"] == {"cuda"}
         assert found["error"] <= 1.5 * found["plain_error"]

@@ -14,7 +14,7 @@ from models.meshes import (
     mesh_context,
     parallel_on_mesh,
     rows_of_rank,
-    train_beside_unsharded,
+    train_against_unsharded,
     train_steps,
 )
 from torch import nn
@@ -40,7 +40,7 @@ def test_training_follows_the_unsharded_model(
 ) -> None:
     """Steps of AdamW with clipping, and the fraction of parameters, gradients and optimizer states on a rank."""
     folder = checkpoints(name)
-    for found in ranks(4).run(train_beside_unsharded, folder, 2, 2, data_parallel, count + 1, timeout=280):
+    for found in ranks(4).run(train_against_unsharded, folder, 2, 2, data_parallel, count + 1, timeout=280):
         assert found["losses"] < 1e-4 and found["parameters"] < 1e-3, found
         assert found["placed"] and found["last"] < found["first"]
         assert found["fraction"] < (0.27 if data_parallel == "shard" else 0.53), found
@@ -53,7 +53,7 @@ def test_other_options_follow_the_unsharded_model(
     ranks: Any, checkpoints: Any, data_parallel: str, options: dict[str, Any]
 ) -> None:
     folder = checkpoints("llama")
-    for found in ranks(4).run(train_beside_unsharded, folder, 2, 2, data_parallel, count=6, timeout=280, **options):
+    for found in ranks(4).run(train_against_unsharded, folder, 2, 2, data_parallel, count=6, timeout=280, **options):
         assert found["losses"] < 1e-4 and found["parameters"] < 1e-3, found
 
 
@@ -62,7 +62,7 @@ def test_other_options_follow_the_unsharded_model(
 def test_other_meshes_follow_the_unsharded_model(ranks: Any, checkpoints: Any, dp: int, tp: int) -> None:
     """No size is divisible by three ranks."""
     folder = checkpoints("llama")
-    for found in ranks(dp * tp).run(train_beside_unsharded, folder, dp, tp, "shard", count=6, rows=12):
+    for found in ranks(dp * tp).run(train_against_unsharded, folder, dp, tp, "shard", count=6, rows=12):
         assert found["losses"] < 1e-4 and found["parameters"] < 1e-3, found
         assert found["fraction"] < 1.1 / (dp * tp), found
 

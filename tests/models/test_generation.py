@@ -48,7 +48,7 @@ def modes(assistant: Any) -> dict[str, Callable[[Any, torch.Tensor], list[Any]]]
     }
 
 
-def generate_beside_unsharded(folder: str, names: tuple[str, ...]) -> dict[str, Any]:
+def generate_against_unsharded(folder: str, names: tuple[str, ...]) -> dict[str, Any]:
     """The modes whose tokens differ on this rank, and the share of the heads that a KV cache holds here."""
     (model, _), unsharded = parallel(folder), reference(folder)
     model.eval()
@@ -75,7 +75,7 @@ def generate_beside_unsharded(folder: str, names: tuple[str, ...]) -> dict[str, 
     ids=["conversation", "other modes"],
 )
 def test_tokens_equal_the_unsharded_models(ranks: Any, checkpoints: Any, names: tuple[str, ...]) -> None:
-    for found in ranks(2).run(generate_beside_unsharded, checkpoints("llama-tied"), names, timeout=300):
+    for found in ranks(2).run(generate_against_unsharded, checkpoints("llama-tied"), names, timeout=300):
         assert not found["differ"]
         assert found["heads"] == {"beams": 0.5, "static": 0.5}, "a KV cache holds the local heads only"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.meshes import batches, parallel_on_mesh, rows_of_rank, train_beside_unsharded
+from models.meshes import batches, parallel_on_mesh, rows_of_rank, train_against_unsharded
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_training_follows_the_unsharded_model(ranks: Any, checkpoints: Any, name: str, data_parallel: str) -> None:
     options = {"count": 9, "device": "cuda:0", "timeout": 200}
-    for found in ranks(4).run(train_beside_unsharded, checkpoints(name), 2, 2, data_parallel, **options):
+    for found in ranks(4).run(train_against_unsharded, checkpoints(name), 2, 2, data_parallel, **options):
         assert found["losses"] < 1e-4 and found["parameters"] < 1e-3, found
         assert found["placed"] and found["fraction"] < (0.27 if data_parallel == "shard" else 0.53)
 

@@ -29,7 +29,7 @@ CASES = [
 """Half an hour in all."""
 
 
-def run_beside_unsharded(folder: str, option: str) -> dict[str, Any]:
+def run_against_unsharded(folder: str, option: str) -> dict[str, Any]:
     """Errors of a step, tokens, and the plan."""
     (model, ctx), unsharded = parallel(folder, **OPTIONS[option]), reference(folder)
     ids = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -46,7 +46,7 @@ def run_beside_unsharded(folder: str, option: str) -> dict[str, Any]:
 def test_plan_computes_what_the_unsharded_model_does(
     ranks: Any, checkpoints: Any, name: str, world: int, option: str
 ) -> None:
-    for found in ranks(world).run(run_beside_unsharded, checkpoints(name), option, timeout=600):
+    for found in ranks(world).run(run_against_unsharded, checkpoints(name), option, timeout=600):
         assert found["logits"] < 1e-4 and found["loss"] < 1e-5 and found["gradients"] < 1e-3 and found["tokens"]
         if option == "no row layers":
             assert "row" not in found["axes"].values() and "column" in found["axes"].values()

@@ -38,7 +38,7 @@ def activation_bytes(model: Any, inputs: dict[str, Any]) -> int:
     return sum(saved.values())
 
 
-def run_beside_unsharded(folder: str) -> dict[str, Any]:
+def run_against_unsharded(folder: str) -> dict[str, Any]:
     """Errors for every length, collectives, layers, and the activations saved against those without it."""
     (model, ctx), (plain, _), unsharded = (
         parallel(folder, enable_sequence_parallel=True),
@@ -64,7 +64,7 @@ def run_beside_unsharded(folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_equals_the_unsharded_model_with_fewer_activations(ranks: Any, checkpoints: Any, name: str, world: int) -> None:
-    for found in ranks(world).run(run_beside_unsharded, checkpoints(name), timeout=600):
+    for found in ranks(world).run(run_against_unsharded, checkpoints(name), timeout=600):
         for length, errors in found["errors"].items():
             assert errors["logits"] < 1e-4 and errors["loss"] < 1e-5 and errors["gradients"] < 1e-3, length
         assert "all_reduce" not in found["collectives"], "only statistics of norms are all-reduced"

@@ -1,4 +1,4 @@
-"""Training a parallel model beside the unsharded one: optimizers, clipping, mixed precision, frozen parameters."""
+"""Training a parallel model against the unsharded one: optimizers, clipping, mixed precision, frozen parameters."""
 
 from __future__ import annotations
 
@@ -334,7 +334,7 @@ def test_loss_with_class_weights_keeps_logits_sharded(ranks: Any) -> None:
 
 
 def read_logits(folder: str) -> dict[str, Any]:
-    """Types and errors of logits that are returned beside a loss, and the gradients through both."""
+    """Types and errors of logits that are returned with a loss, and the gradients through both."""
     model, unsharded = parallel(folder)[0], reference(folder)
     ids, labels = batch(251)
     output, right = model(input_ids=ids, labels=labels), unsharded(input_ids=ids, labels=labels)
@@ -354,7 +354,7 @@ def read_logits(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_logits_beside_a_loss_are_gathered_when_read(folder: str, ranks: Any) -> None:
+def test_logits_returned_with_a_loss_are_gathered_when_read(folder: str, ranks: Any) -> None:
     for found in ranks(2).run(read_logits, folder):
         assert found["types"] == ["ShardedTensor", "Tensor", "Tensor", "Tensor"]
         assert found["difference"] < 1e-4 and found["gradients"] < 1e-3 and found["tuple"] < 1e-4

@@ -1,4 +1,4 @@
-"""Applying a plan: one that was saved before runs the model like one that is searched."""
+"""Applying a plan: a saved one runs the model as a searched one does, and one that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from models.compare import parallel
+from models.compare import max_difference, parallel, same_tokens
 from zoo.cases import find
 from zoo.check import differences, run
 
 from paraxis import Plan, plan_model
 
 
-def by_plan(name: str, folder: str, plan: str) -> dict[str, Any]:
+def run_by_plan(name: str, folder: str, plan: str) -> dict[str, Any]:
+    """Errors of outputs and hidden states, tokens, and the plan afterwards."""
     model, ctx = parallel(folder, plan=plan)
     assert "capture" not in ctx.timings  # nothing was planned
     placed = {n: str(p.meta_info.placement) for n, p in model.named_parameters()}
     unsharded = type(model).from_pretrained(folder).eval()
     inputs = find(name).inputs(unsharded)
-    off = differences(run(model, inputs), run(unsharded, inputs))
+    error = differences(run(model, inputs), run(unsharded, inputs))
     ids = inputs["input_ids"][:1]
-    tokens = [m.generate(ids, max_new_tokens=6, do_sample=False).tolist() for m in (model, unsharded)]
+    tokens = same_tokens(model, unsharded, ids, 6)
     plan_after = ctx.plan.to_json()
     with torch.no_grad():
         states = [m(ids, output_hidden_states=True).hidden_states[1] for m in (model, unsharded)]
-    off = max(off, float((states[0] - states[1]).abs().max()))
+    error = max(error, max_difference(*states))
     return {
-        "off": off,
+        "error": error,
         "placed": placed,
-        "same": tokens[0] == tokens[1],
+        "tokens": tokens,
         "plan": plan_after,
         "breaks": list(ctx.plan.breaks),
     }
@@ -42,13 +43,14 @@ def test_the_model_runs_by_a_saved_plan(ranks: Any, tmp_path: Path, name: str) -
     find(name).make().save_pretrained(tmp_path)  # type: ignore[operator]
     plan = plan_model(tmp_path, 2)
     plan.save(str(tmp_path / "plan.json"))
-    for found in ranks(2).run(by_plan, name, str(tmp_path), str(tmp_path / "plan.json")):
-        assert found["off"] < 1e-4 and found["same"] and not found["breaks"]
+    for found in ranks(2).run(run_by_plan, name, str(tmp_path), str(tmp_path / "plan.json")):
+        assert found["error"] < 1e-4 and found["tokens"] and not found["breaks"]
         assert found["placed"] == {n: str(plan.parameters[n].placement) for n in found["placed"]}
         assert Plan.from_json(found["plan"]) == plan
 
 
 def refused(folder: str, plan: str) -> str:
+    """The error of this rank."""
     with pytest.raises(ValueError) as caught:
         parallel(folder, plan=plan)
     return str(caught.value)
@@ -68,16 +70,17 @@ def test_plans_that_do_not_fit_are_refused(ranks: Any, tmp_path: Path) -> None:
     for kind, (data, message) in others.items():
         path = tmp_path / f"{kind}.json"
         path.write_text(json.dumps(data))
-        assert all(message in told for told in ranks(2).run(refused, str(tmp_path / "model"), str(path))), kind
+        assert all(message in error for error in ranks(2).run(refused, str(tmp_path / "model"), str(path))), kind
 
 
 def test_ranks_with_different_plans_are_refused(ranks: Any, tmp_path: Path) -> None:
     find("llama").make().save_pretrained(tmp_path / "model")  # type: ignore[operator]
     plan_model(tmp_path / "model", 2).save(str(tmp_path / "plan_0.json"))
     plan_model(tmp_path / "model", 2, constraints={"lm_head": "replicated"}).save(str(tmp_path / "plan_1.json"))
-    told = ranks(2).run(refused_by_rank, str(tmp_path))
-    assert all("rank 1 was passed another plan than rank 0" in text for text in told)
+    errors = ranks(2).run(refused_by_rank, str(tmp_path))
+    assert all("rank 1 was passed another plan than rank 0" in error for error in errors)
 
 
 def refused_by_rank(folder: str) -> str:
+    """The error of a rank with a plan that others do not have."""
     return refused(f"{folder}/model", f"{folder}/plan_{torch.distributed.get_rank()}.json")

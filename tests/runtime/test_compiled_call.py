@@ -23,7 +23,7 @@ class Inner(nn.Module):
 
 
 class Branches(nn.Module):
-    """Python that depends on the data, between blocks; a list of modules, and a parameter of its own."""
+    """Python that depends on the data, between blocks; a list of modules, and a parameter outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,4 +78,4 @@ def count_compilations() -> list[int]:
 def test_sizes_become_dynamic_after_the_second_call(ranks: Any) -> None:
     for first, second, third, fourth, grad in ranks(2).run(count_compilations):
         assert first == 1 and second == third == fourth == 2, "one static program, and one for all other sizes"
-        assert grad == 3, "gradients need a program of their own"
+        assert grad == 3, "gradients need another program"

@@ -1,4 +1,4 @@
-"""``python -m zoo.plans``: our plans beside the hand-written ones that transformers ships, layer by layer.
+"""``python -m zoo.plans``: our plans against the hand-written ones that transformers ships, layer by layer.
 
 Their plan places the weights. For its communication we take the least that is possible with these placements: the
 search finds the cheapest plan in which every matrix is placed as theirs says. So its cost is a lower bound.
@@ -193,7 +193,7 @@ def page(records: list[dict[str, Any]], world: int) -> str:
     failed = [r for r in records if "error" in r]
     bad = [r for r in records if "error" not in r and problems(r)]
     lines = [
-        "# Plans beside the hand-written ones",
+        "# Plans against the hand-written ones",
         "",
         f"Every type whose model ships with a tensor-parallel plan in transformers {transformers.__version__}, as",
         f"a tiny model on {world} ranks. For theirs, every matrix is placed as in their plan, with the least",

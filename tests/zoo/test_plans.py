@@ -1,4 +1,4 @@
-"""Our plans beside those of transformers: never more expensive, never with more on a rank."""
+"""Our plans against those of transformers: never more expensive, never with more on a rank."""
 
 from __future__ import annotations
 

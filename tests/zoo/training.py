@@ -1,4 +1,4 @@
-"""``python -m zoo.training``: twenty steps of AdamW beside the unsharded model, on many architectures.
+"""``python -m zoo.training``: twenty steps of AdamW against the unsharded model, on many architectures.
 
 Each plain, with gradient clipping, with gradients accumulated over two batches, with activation checkpointing, and with
 sequence parallelism. With dropout a sharded model draws other masks than the unsharded one: there two runs from one
@@ -180,7 +180,7 @@ def page(records: dict[int, list[Record]]) -> str:
         right_ones = ", ".join(f"{sum(map(right, r))} of {len(r)} right at {w} ranks" for w, r in of.items() if r)
         counts.append(f"- {each}: {right_ones}.")
     lines = [
-        "# Training beside the unsharded model",
+        "# Training against the unsharded model",
         "",
         f"Tiny models with random weights, {STEPS} steps of AdamW in float32 on the same batches: the largest",
         "difference of a loss (right: below 1e-4) and, at the end, of a parameter, relative to its norm (below 1e-3).",
