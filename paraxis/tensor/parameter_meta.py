@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -84,6 +85,12 @@ class ParameterMeta:
     dp_shard: DPShard | None = field(default=None, repr=False)
     world_group: dist.ProcessGroup | None = field(default=None, repr=False)
     grad_reducer: GradientReduction | None = field(default=None, repr=False)
+
+    @property
+    def split(self) -> DPShard | None:
+        """Deprecated: the former name of ``dp_shard``."""
+        warnings.warn("ParameterMeta.split is called dp_shard now", DeprecationWarning, stacklevel=2)
+        return self.dp_shard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterMeta:
         # Dynamo copies the metadata it guards on; identity must survive that.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import pytest
+
 from paraxis import HashableSlice, ParameterMeta, ParameterSlice
 
 
@@ -18,3 +20,8 @@ def test_slices_are_dictionary_keys() -> None:
     mapping = {HashableSlice(0, 4): ParameterSlice("w", slice(4, 8))}
     assert mapping[HashableSlice(0, 4)].index == slice(4, 8)
     assert HashableSlice(0, 4, 2).to_slice() == slice(0, 4, 2)
+
+
+def test_the_former_name_of_dp_shard_warns() -> None:
+    with pytest.warns(DeprecationWarning, match="dp_shard"):
+        assert ParameterMeta().split is None
