@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     track_tensor_tree,
 )
-from torch.utils import _pytree as pytree
+
+from ..compat.torch import OpOverload, operator_name, pytree
 
 _COPIES = {"aten::to", "aten::_to_copy", "aten::clone", "aten::contiguous", "aten::detach", "aten::alias"}
 
@@ -58,8 +59,8 @@ def _is_pointwise(body: GraphModule) -> bool:
     for node in traced.graph.nodes:
         if node.op == "get_attr":
             return False
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
-        if torch.Tag.pointwise not in node.target.tags and node.target._schema.name not in _COPIES:
+        if torch.Tag.pointwise not in node.target.tags and operator_name(node.target) not in _COPIES:
             return False
     return True

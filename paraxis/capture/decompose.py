@@ -15,11 +15,17 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch._decomp import core_aten_decompositions
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..compat.torch import (
+    FakeTensor,
+    FakeTensorMode,
+    core_aten_decompositions,
+    higher_order_name,
+    operator_name,
+    schema_of,
+)
 from ..errors import CaptureError
 from ..tensor.sharded_tensor import ShardedTensor
 from .custom_functions import trace_custom_function
@@ -57,11 +63,11 @@ def _table() -> dict[Any, Callable[..., Any]]:
     table = {
         op: function
         for op, function in dict(core_aten_decompositions()).items()
-        if op._schema.name.removeprefix("aten::").removesuffix("_") not in KEEP
+        if operator_name(op).removeprefix("aten::").removesuffix("_") not in KEEP
     }
     packets = [getattr(torch.ops.aten, name) for name in DECOMPOSE]
     composite = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    return {**table, **{op: op.decompose for op in composite if not op._schema.is_mutable}}
+    return {**table, **{op: op.decompose for op in composite if not schema_of(op).is_mutable}}
 
 
 class _Recorder(Interpreter):
@@ -91,9 +97,9 @@ class _Recorder(Interpreter):
         return nullcontext() if self._inner else super()._set_current_node(node)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(target, "_name", "") == "autograd_function_apply":
+        if higher_order_name(target) == "autograd_function_apply":
             return trace_custom_function(target, args, kwargs)
-        if getattr(target, "_name", "") == "tag_activation_checkpoint":
+        if higher_order_name(target) == "tag_activation_checkpoint":
             body, *rest = args  # inlined here; optimize.activation_checkpointing makes a region of it again
             return _Recorder(body, inner=True).run(*rest)
         return super().call_function(target, args, kwargs)

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch._dynamo as dynamo
-from torch.utils import _pytree as pytree
+
+from ..compat.dynamo import mark_maybe_dynamic, specialize
+from ..compat.torch import pytree
 
 
 def mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -23,7 +24,7 @@ def mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for states in _growing_states((*args, *kwargs.values())):
         if states.dim() == 4 and states.shape[-2] > 1:
             lengths.add(states.shape[-2])
-            dynamo.maybe_mark_dynamic(states, states.dim() - 2)
+            mark_maybe_dynamic(states, states.dim() - 2)
     if not lengths:
         return
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
@@ -32,7 +33,7 @@ def mark_dynamic(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for tensor in tensors:
         for dim in range(1, tensor.dim()):
             if tensor.shape[dim] in lengths:
-                dynamo.maybe_mark_dynamic(tensor, dim)
+                mark_maybe_dynamic(tensor, dim)
 
 
 def mark_static(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -43,7 +44,7 @@ def mark_static(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if next(_growing_states((*args, *kwargs.values())), None) is None:
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and tensor.dim() > 1:
-                dynamo.mark_static(tensor)
+                specialize(tensor)
 
 
 def _growing_states(values: tuple[Any, ...]) -> Iterator[torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from ..compat.torch import OpOverload, is_grad_mode_switch, operator_name, overload_name, schema_of
 from ..graph.mutation import IN_PLACE, is_view, mutated, written_input
 
 aten = torch.ops.aten
@@ -22,11 +23,11 @@ aten = torch.ops.aten
 
 def _functional(target: Any) -> Any:
     """``aten.add_.Tensor`` to ``aten.add.Tensor``; None if there is no such operator."""
-    name = target._schema.name.removeprefix("aten::")
+    name = operator_name(target).removeprefix("aten::")
     if not name.endswith("_") or target.namespace != "aten":
         return None
     packet = getattr(aten, name[:-1], None)
-    return getattr(packet, target._overloadname, None) if packet is not None else None
+    return getattr(packet, overload_name(target), None) if packet is not None else None
 
 
 def simplify(graph_module: GraphModule) -> GraphModule:
@@ -49,9 +50,9 @@ def _must_stay(node: Node) -> bool:
         return False
     if IN_PLACE in node.meta:
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable) or torch.Tag.nondeterministic_seeded in node.target.tags
-    return node.target not in (operator.getitem,) and "grad_enabled" in str(node.target)
+    if isinstance(node.target, OpOverload):
+        return bool(schema_of(node.target).is_mutable) or torch.Tag.nondeterministic_seeded in node.target.tags
+    return node.target not in (operator.getitem,) and is_grad_mode_switch(node.target)
 
 
 def _purify(graph: Graph) -> None:

@@ -42,10 +42,10 @@ __all__ = [
     "is_class_attribute_of_local",
     "is_training_flag",
     "mark_maybe_dynamic",
-    "mark_static",
     "name_inputs",
     "raise_recompile_limit",
     "source_of",
+    "specialize",
     "subclass_owner",
     "tracing",
 ]
@@ -53,7 +53,7 @@ __all__ = [
 mark_maybe_dynamic: Callable[[torch.Tensor, int], None] = dynamo.maybe_mark_dynamic
 """Hint that a size may change: a graph that depends on the number itself is still specialized, without an error."""
 
-mark_static: Callable[..., None] = dynamo.mark_static
+specialize: Callable[..., None] = dynamo.mark_static
 """Specialize on all sizes of a tensor."""
 
 

@@ -6,6 +6,7 @@ Python frame (``attrgetter`` runs in C).
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -36,12 +37,14 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = [
+    "COMPILED_CALL",
     "DisableTorchFunctionSubclass",
     "FakeTensor",
     "FakeTensorMode",
     "OpOverload",
     "OpOverloadPacket",
     "TorchDispatchMode",
+    "after_backward",
     "call_forward_and_hooks",
     "core_aten_decompositions",
     "current_dispatch_modes",
@@ -50,16 +53,19 @@ __all__ = [
     "dispatch_mode_depth",
     "foreach_mul",
     "fused_sdp_choice",
+    "has_backward_hooks",
     "has_compiled_call",
     "higher_order_name",
     "is_grad_mode_switch",
-    "is_observed",
     "is_traceable_wrapper_subclass",
+    "is_view",
     "legacy_reduction",
     "make_subclass",
     "make_wrapper_subclass",
     "mark_as_parameter",
     "mkldnn_enabled",
+    "must_use_aten",
+    "operator_database",
     "operator_name",
     "overload_name",
     "overload_of",
@@ -125,6 +131,12 @@ legacy_reduction: Callable[..., str] = _reduction.legacy_get_string
 mkldnn_enabled: Callable[[], bool] = _get_mkldnn_enabled
 """Whether ATen may call oneDNN; the public flag can only be set."""
 
+
+def operator_database() -> list[Any]:
+    """torch's test samples of its operators (``OpInfo``); slow to import, and needs ``expecttest`` or a stand-in."""
+    return list(importlib.import_module("torch.testing._internal.common_methods_invocations").op_db)
+
+
 # -- tensor subclasses and storages --------------------------------------------------------------------------------
 
 make_wrapper_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
@@ -135,6 +147,13 @@ make_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_subclass
 
 storage_key: Callable[[Any], int] = attrgetter("_cdata")
 """Identity of a storage: the same for all Python objects of one C++ storage."""
+
+
+has_backward_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+"""The gradient hooks of a tensor; None or empty if it has none."""
+
+is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+"""Whether autograd regards a tensor as a view of another one."""
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
@@ -150,20 +169,27 @@ def call_forward_and_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
+COMPILED_CALL = "_compiled_call_impl"
+"""The attribute with what ``module(...)`` runs instead of its forward, as ``nn.Module.compile`` sets it."""
+
+
 def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
     """Let ``module(...)`` run ``call`` instead, the way ``nn.Module.compile`` does."""
-    module._compiled_call_impl = call  # type: ignore[assignment]
+    setattr(module, COMPILED_CALL, call)
 
 
 def has_compiled_call(module: nn.Module) -> bool:
     """Whether calling the module runs compiled code instead of its forward."""
-    return module._compiled_call_impl is not None
+    return getattr(module, COMPILED_CALL) is not None
 
 
 # -- who watches ---------------------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = _current_graph_task_id
 """The backward pass that runs on this thread; -1 outside of one."""
+
+after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Call a function when the backward pass that runs now has ended; only from inside of one, such as from a hook."""
 
 dispatch_mode_depth: Callable[[], int] = _len_torch_dispatch_stack
 """How many ``TorchDispatchMode`` are active."""
@@ -175,10 +201,10 @@ current_dispatch_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dis
 """The active modes, the outermost first."""
 
 
-def is_observed() -> bool:
-    """Whether something must see every ATen call: autograd, Dynamo, a dispatch mode, autocast, functorch or jit.
+def must_use_aten() -> bool:
+    """Whether torch's own operators must run: something differentiates, traces, counts, casts or batches them.
 
-    A kernel that bypasses the dispatcher may run only if not.
+    Otherwise a kernel may bypass the dispatcher.
     """
     return (
         torch.is_grad_enabled()

@@ -7,6 +7,7 @@ unless an entry says otherwise.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch import nn
 __all__ = [
     "attention_implementation",
     "checkpoint_conversions",
+    "conversion_tables_are_built",
     "dtype_by_name",
     "grouped_mm_fallback",
     "has_adapters_loaded",
+    "implementations",
     "init_weights_of",
     "initialize_weights_slot",
     "install_output_hooks",
+    "keys_to_ignore_on_load",
     "keys_to_ignore_on_save",
     "logger_methods",
     "merges_parallel_plans",
@@ -92,6 +96,11 @@ def attention_implementation(config: Any) -> str | None:
     return getattr(config, "_attn_implementation", None)
 
 
+def implementations(config: Any) -> list[str | None]:
+    """The implementations of attention and experts that a configuration asks for; ``to_dict`` leaves them out."""
+    return [attention_implementation(config), getattr(config, "_experts_implementation", None)]
+
+
 def set_attention_implementation(config: Any, implementation: str) -> None:
     """Let models of this configuration compute attention in this way."""
     config._attn_implementation = implementation
@@ -122,6 +131,17 @@ def keys_to_ignore_on_save(model: Any) -> Iterable[str]:
     return getattr(model, "_keys_to_ignore_on_save", None) or ()
 
 
+def keys_to_ignore_on_load(model: Any) -> Iterable[str]:
+    """Patterns of the names that a checkpoint of the model's class may lack."""
+    return getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+
+
+def conversion_tables_are_built() -> bool:
+    """Whether transformers has built its tables of conversions in this process; also True if that is unknown."""
+    tables = sys.modules.get("transformers.conversion_mapping")
+    return getattr(tables, "_checkpoint_conversion_mapping_cache", False) is not None
+
+
 # -- other features ------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +170,7 @@ def merges_parallel_plans() -> bool:
 
 
 def grouped_mm_fallback() -> Any:
-    """The operator that mixture-of-experts layers call where torch has no grouped GEMM; None if there is none."""
+    """The operator that mixture-of-experts (MoE) layers call where torch has no grouped GEMM; None if unknown."""
     try:
         import transformers.integrations.moe  # noqa: F401 -- defines the operator
     except ImportError:

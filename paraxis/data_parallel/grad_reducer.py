@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compat.torch import after_backward, current_graph_task
 from ..distributed.collectives import all_reduce
 from ..distributed.shared_memory import shared_memory_of
 from ..errors import CollectiveError
@@ -85,7 +86,7 @@ class GradReducer:
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         if self._paused:
             return
-        current = torch._C._current_graph_task_id()
+        current = current_graph_task()
         if current != self._graph_task:  # the first gradient of a backward pass; the previous pass may have failed
             self._begin(current)
         for bucket in self._buckets[self._next :]:
@@ -97,7 +98,7 @@ class GradReducer:
         self._graph_task, self._next = current, 0
         known = [known() for known in reversed(self._parameters)]
         self._buckets = self._make_buckets([p for p in known if p is not None and p.requires_grad])
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        after_backward(self._end)
 
     def _make_buckets(self, parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
         """Buckets of one dtype each, in this order: the last layers first, as their gradients arrive."""

@@ -21,9 +21,9 @@ from typing import Concatenate, Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
-from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
-from torch.distributed.distributed_c10d import _get_default_group, _resolve_process_group
 
+from ..compat.distributed import backend_name, default_group, resolve_process_group
+from ..compat.torch import dispatch_mode_depth, is_view, register_ordered_effect
 from ..errors import CollectiveError
 from ..placement import ensure_divisibility
 from .shared_memory import SharedMemory, shared_memory_of
@@ -100,7 +100,7 @@ def _failure(name: str, tensor: torch.Tensor, group: dist.ProcessGroup, error: E
 
 def _traced() -> bool:
     """Whether a compiler looks at this: Dynamo, or what comes after it."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or dispatch_mode_depth() > 0
 
 
 P = ParamSpec("P")
@@ -121,7 +121,7 @@ def _collective(
         tensor: torch.Tensor, group: dist.ProcessGroup | None = None, *args: P.args, **kwargs: P.kwargs
     ) -> torch.Tensor:
         if group is None:
-            group = _get_default_group()
+            group = default_group()
         if group.size() == 1:
             return tensor
         wider = _WIDER.get(tensor.dtype)
@@ -142,7 +142,7 @@ def _collective(
                 return function(tensor.to(wider), group, *args, **kwargs).to(tensor.dtype)
             result = function(tensor, group, *args, **kwargs)
             # Not a view of memory that nobody else has: autograd forbids to change such a one in place.
-            return result.data if result._is_view() else result
+            return result.data if is_view(result) else result
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -168,8 +168,8 @@ def _backend(group_name: str, device_type: str) -> str:
     """The backend that serves tensors of this device, for those that lack a collective."""
     key = (group_name, device_type)
     if key not in _backends:
-        group = _resolve_process_group(group_name)  # type: ignore[arg-type]
-        _backends[key] = group._get_backend(torch.device(device_type)).name().lower()
+        group = resolve_process_group(group_name)
+        _backends[key] = backend_name(group, torch.device(device_type))
     return _backends[key]
 
 
@@ -189,13 +189,13 @@ def _host(tensor: torch.Tensor, group: dist.ProcessGroup) -> SharedMemory | _Tra
         gloo = _backend(group.group_name, "cpu") == "gloo"
         return _TracedSharedMemory(group) if gloo and _meets(group.group_name) else None
     host = shared_memory_of(group)  # None where gloo does not serve the host
-    return _TracedSharedMemory(group) if host is not None and torch._C._len_torch_dispatch_stack() > 0 else host
+    return _TracedSharedMemory(group) if host is not None and dispatch_mode_depth() > 0 else host
 
 
 @torch.compiler.assume_constant_result
 def _meets(group_name: str) -> bool:
     """Whether the ranks of a group meet in shared memory; :func:`meet` has seen to it before anything is traced."""
-    return shared_memory_of(_resolve_process_group(group_name)) is not None  # type: ignore[arg-type]
+    return shared_memory_of(resolve_process_group(group_name)) is not None
 
 
 _library = torch.library.Library("paraxis", "FRAGMENT")
@@ -217,13 +217,13 @@ class _TracedSharedMemory:
 
 
 def _host_by_name(name: str) -> SharedMemory:
-    host = shared_memory_of(_resolve_process_group(name))  # type: ignore[arg-type]
+    host = shared_memory_of(resolve_process_group(name))
     assert host is not None
     return host
 
 
 def _gathered_shape(x: torch.Tensor, group: str) -> torch.Tensor:
-    return x.new_empty((_resolve_process_group(group).size(), *x.shape))  # type: ignore[arg-type]
+    return x.new_empty((resolve_process_group(group).size(), *x.shape))
 
 
 _library.impl("host_all_reduce", lambda x, op, group: _host_by_name(group).all_reduce(x, op), "CPU")
@@ -231,7 +231,7 @@ _library.impl("host_all_gather", lambda x, group: _host_by_name(group).all_gathe
 torch.library.register_fake("paraxis::host_all_reduce", lambda x, op, group: x.new_empty(x.shape), lib=_library)
 torch.library.register_fake("paraxis::host_all_gather", _gathered_shape, lib=_library)
 for _name in ("host_all_reduce", "host_all_gather"):  # a compiler must keep them in the order of the program
-    _register_effectful_op(f"paraxis::{_name}", _EffectType.ORDERED)
+    register_ordered_effect(f"paraxis::{_name}")
 
 
 def meet(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -295,7 +295,7 @@ def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, src: int = 0) -> t
 def split(tensor: torch.Tensor, group: dist.ProcessGroup | None = None, dim: int = -1) -> torch.Tensor:
     """This rank's chunk along ``dim``, as a view, without communication. The chunks are even."""
     if group is None:
-        group = _get_default_group()
+        group = default_group()
     world = group.size()
     if world == 1:
         return tensor

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .. import errors
+from ..compat.distributed import default_store
 from ..errors import CheckpointError, CollectiveError
 from .liveness import is_alive, machine_id
 
@@ -72,7 +73,7 @@ class _Round:
         self.name = group.group_name
         self.number = _rounds[self.name] = _rounds.get(self.name, 0) + 1
         self.global_ranks = dist.get_process_group_ranks(group)
-        self.store = dist.distributed_c10d._get_default_store()
+        self.store = default_store()
         self.store.set(f"paraxis/process/{dist.get_rank()}", json.dumps([machine_id(), os.getpid()]))
 
     def _key(self, rank: int, number: int | None = None) -> str:

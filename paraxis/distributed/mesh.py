@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..compat.distributed import flattened_group, root_mesh
+
 TP, DP = "tp", "dp"
 MESH_HINT = (
     "make one with init_device_mesh(device_type, (DP, TP), mesh_dim_names=('dp', 'tp')), where DP × TP is the number "
@@ -51,7 +53,7 @@ def groups_of(mesh: DeviceMesh) -> Groups:
     if others:
         known = ", ".join(repr(name) for name in names if name in (DP, TP))
         raise ValueError(f"{seen}; Paraxis uses 'dp' and 'tp' only. Pass the submesh of these: mesh[{known}].")
-    world, root = dist.get_world_size(), mesh._get_root_mesh()
+    world, root = dist.get_world_size(), root_mesh(mesh)
     if root.size() != world:
         raise ValueError(f"{seen}, which are {root.size()} ranks, but there are {world}: {MESH_HINT}.")
     return Groups(
@@ -66,7 +68,7 @@ def _world_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.size() == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    return mesh.get_group() if mesh.ndim == 1 else mesh._flatten().get_group()
+    return mesh.get_group() if mesh.ndim == 1 else flattened_group(mesh)
 
 
 def _coordinates(mesh: DeviceMesh, world_group: dist.ProcessGroup) -> tuple[tuple[int, int], ...]:

@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from ..compat.distributed import resolve_process_group
 from ..placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Replicate, Shard
 from . import collectives
 from .redistribute import _Gather, _MaskToRank0, _Reduce, _ReduceScatter, _Share, _Slice, _Unshare, slice_box
@@ -88,7 +88,7 @@ def _differentiates(x: torch.Tensor) -> bool:
 
 
 def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    ranks: dist.ProcessGroup = _resolve_process_group(group)  # type: ignore[arg-type]
+    ranks: dist.ProcessGroup = resolve_process_group(group)
     if not _differentiates(x):
         return collectives.all_reduce(x, ranks, op)  # type: ignore[arg-type]
     assert op == "sum", f"all_reduce with {op!r} is not differentiable"
@@ -102,7 +102,7 @@ def _all_reduce_coalesced(xs: Sequence[torch.Tensor], op: str, group: str) -> li
 
 def _all_gather(x: torch.Tensor, source: str, shape: Sequence[int], group: str) -> torch.Tensor:
     """``shape`` is the global one; sizes of -1 follow from the tensor's."""
-    ranks: dist.ProcessGroup = _resolve_process_group(group)  # type: ignore[arg-type]
+    ranks: dist.ProcessGroup = resolve_process_group(group)
     placement = _shard(source)
     full = [x.shape[d] if n == -1 else n for d, n in enumerate(shape)]
     for d, layout in placement.layouts:
@@ -112,26 +112,26 @@ def _all_gather(x: torch.Tensor, source: str, shape: Sequence[int], group: str) 
 
 
 def _reduce_scatter(x: torch.Tensor, target: str, group: str) -> torch.Tensor:
-    return _ReduceScatter.apply(x, _shard(target), _resolve_process_group(group))  # type: ignore[arg-type,no-any-return]
+    return _ReduceScatter.apply(x, _shard(target), resolve_process_group(group))  # type: ignore[no-any-return]
 
 
 def _take_shard(x: torch.Tensor, target: str, shared: bool, group: str) -> torch.Tensor:
-    ranks: dist.ProcessGroup = _resolve_process_group(group)  # type: ignore[arg-type]
+    ranks: dist.ProcessGroup = resolve_process_group(group)
     if shared:
         return slice_box(x, _shard(target), ranks.rank())
     return _Slice.apply(x, _shard(target), ranks)  # type: ignore[no-any-return]
 
 
 def _share(x: torch.Tensor, group: str) -> torch.Tensor:
-    return _Share.apply(x, _resolve_process_group(group))  # type: ignore[arg-type,no-any-return]
+    return _Share.apply(x, resolve_process_group(group))  # type: ignore[no-any-return]
 
 
 def _unshare(x: torch.Tensor, group: str) -> torch.Tensor:
-    return _Unshare.apply(x, _resolve_process_group(group))  # type: ignore[arg-type,no-any-return]
+    return _Unshare.apply(x, resolve_process_group(group))  # type: ignore[no-any-return]
 
 
 def _mask_to_rank0(x: torch.Tensor, group: str) -> torch.Tensor:
-    return _MaskToRank0.apply(x, _resolve_process_group(group))  # type: ignore[arg-type,no-any-return]
+    return _MaskToRank0.apply(x, resolve_process_group(group))  # type: ignore[no-any-return]
 
 
 _SCHEMAS = {

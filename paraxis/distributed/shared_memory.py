@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from ..compat.distributed import backend_name, group_timeout
 from .liveness import is_alive, machine_id
 
 TOTAL_BYTES = 32 << 20
@@ -198,7 +199,7 @@ def slot_size(world: int) -> int:
 def _create(group: dist.ProcessGroup) -> SharedMemory | None:
     """All ranks map the same file, or none does. Only gloo groups: ranks of a fake group have no process."""
     try:
-        if group._get_backend(torch.device("cpu")).name().lower() != "gloo":
+        if backend_name(group, torch.device("cpu")) != "gloo":
             return None
     except RuntimeError:  # no backend for CPU tensors
         return None
@@ -218,7 +219,7 @@ def _create(group: dist.ProcessGroup) -> SharedMemory | None:
         os.unlink(path)  # all have it mapped, or none will: no file stays behind, however the ranks end
     if memory is None or not all(done):
         return None
-    timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    timeout = group_timeout(group, torch.device("cpu")).total_seconds()
     return SharedMemory(memory, rank, [pid for _, _, pid in seen], timeout)
 
 

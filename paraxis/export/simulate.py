@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compat.torch import DisableTorchFunctionSubclass
 from .styles import (
     COLUMN,
     EXPERTS,
@@ -46,7 +47,7 @@ class _WeightPlaceholder(Tensor):
         name = getattr(func, "__name__", "")
         getter = getattr(getattr(func, "__self__", None), "__name__", "")
         if (name == "__get__" and getter in cls._ATTRIBUTES) or name in cls._METHODS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise ShardedWeightUsed(f"its sharded weight is used outside of its own forward ({name or func})")
 

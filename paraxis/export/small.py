@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ..capture.repeated_blocks import Repeated, find_repeated, without_repeats
+from ..compat.transformers import attention_implementation, init_weights_of, set_attention_implementation
 from ..weights.meta_init import MetaAwareMethodsPatcher
 
 MAX_PARAMETERS = 40_000_000
@@ -121,9 +122,9 @@ def _built(config: Any, cls: type, factor: int, world: int) -> tuple[nn.Module, 
     data = config.to_dict()
     small = type(config).from_dict(narrowed(data, factor, world) if factor > 1 else data)
     small.dtype = torch.float32
-    implementation = getattr(config, "_attn_implementation", None)
+    implementation = attention_implementation(config)
     if implementation in ("eager", "sdpa"):
-        small._attn_implementation = implementation
+        set_attention_implementation(small, implementation)
     default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -167,7 +168,7 @@ def _fill(model: nn.Module) -> None:
 
 def _initialize(model: nn.Module) -> None:
     """Initialize weights with the model's own code, as far as it runs."""
-    init_weights = getattr(model, "_init_weights", None)
+    init_weights = init_weights_of(model)
     for module in model.modules():
         if init_weights is None or not any(True for _ in module.parameters(recurse=False)):
             continue

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from ..compat.transformers import parallel_styles, supports_attention_interface
 from .candidates import Candidates, Group
 from .choose import Choice
 from .styles import COLUMN, EXPERTS, GATHERED, PACKED, ROW, ROW_SPLIT, VOCAB, parse_parameter_style
@@ -48,9 +49,7 @@ class NotExportable(ValueError):
 
 def styles_of_transformers() -> dict[str, str]:
     """The styles that the installed transformers supports, and its names for them."""
-    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
-
-    known = set(ALL_PARALLEL_STYLES.keys())
+    known = parallel_styles()
     found = {style: next((name for name in names if name in known), None) for style, names in _TRANSFORMERS.items()}
     return {style: name for style, name in found.items() if name is not None}
 
@@ -165,9 +164,7 @@ def _merges() -> bool:
 
 
 def _replicate_style() -> str:
-    from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
-
-    if "replicate" not in ALL_PARALLEL_STYLES:
+    if "replicate" not in parallel_styles():
         raise NotExportable(
             "transformers merges a plan with the one it ships for this model, and this version has no style "
             "'replicate' to exclude a module: use transformers 5.22"
@@ -224,7 +221,7 @@ def vllm_plan(model: Any, choice: Choice, generic: Callable[[str], str], ranks: 
     Raises:
         NotExportable: vLLM would run something else.
     """
-    if not getattr(model, "_supports_attention_backend", False):
+    if not supports_attention_interface(model):
         raise NotExportable(
             f"{type(model).__name__} does not use transformers' attention interface, which vLLM's transformers backend "
             "requires"

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from ..compat.torch import higher_order_name
+
 if TYPE_CHECKING:
     from ..distributed.random import RandomState
 
@@ -77,5 +79,5 @@ def draws_random(program: GraphModule) -> bool:
 
 def region_of(captured: Node | None) -> str | None:
     """The name of the checkpointed region that a captured node is, if it is one."""
-    is_region = captured is not None and getattr(captured.target, "_name", "") == "tag_activation_checkpoint"
+    is_region = captured is not None and higher_order_name(captured.target) == "tag_activation_checkpoint"
     return captured.name if is_region and captured is not None else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch.fx import Node
+
+from ..compat.torch import OpOverload, operator_name, schema_of
 
 IN_PLACE = "in_place"
 """In ``node.meta`` of a functional operator that replaces a write into an input: the operator that writes."""
@@ -18,9 +19,9 @@ def mutated(node: Node) -> Node | None:
         return None
     if IN_PLACE in node.meta:
         return first
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    schema = node.target._schema
+    schema = schema_of(node.target)
     if not schema.is_mutable or not schema.arguments:
         return None
     info = schema.arguments[0].alias_info
@@ -41,12 +42,12 @@ def is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_view(source)
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
-    name = node.target._schema.name
+    name = operator_name(node.target)
     if name in ("aten::reshape", "aten::contiguous", "aten::to", "aten::flatten", "aten::matmul", "aten::linear"):
         return name not in ("aten::matmul", "aten::linear")  # these may return an alias
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in node.target._schema.returns)
+    return any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(node.target).returns)
 
 
 def has_side_effect(node: Node) -> bool:
@@ -55,6 +56,6 @@ def has_side_effect(node: Node) -> bool:
         return False
     if node.meta.get("writes"):
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        return bool(node.target._schema.is_mutable)
+    if isinstance(node.target, OpOverload):
+        return bool(schema_of(node.target).is_mutable)
     return "grad_enabled" in str(node.target)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..compat.transformers import has_adapters_loaded
 from ..context import ParallelExecutionCtx
 from ..distributed.consensus import on_all_ranks
 from ..weights.save import gather, persistent_buffers
@@ -18,9 +19,7 @@ from ..weights.save import gather, persistent_buffers
 
 def has_adapters(model: Any) -> bool:
     """Whether this model saves adapters only: a PEFT model, or a transformers model with adapters."""
-    return hasattr(model, "peft_config") and (
-        hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
-    )
+    return hasattr(model, "peft_config") and (hasattr(model, "get_base_model") or has_adapters_loaded(model))
 
 
 def save_adapters(model: Any, ctx: ParallelExecutionCtx, directory: str | os.PathLike[str], **kwargs: Any) -> None:

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn import _reduction
 
+from ..compat.torch import legacy_reduction
 from ..context import ParallelExecutionCtx
 from ..distributed import all_gather, all_reduce
 from ..placement import Layout
@@ -193,7 +193,7 @@ class VocabParallelCrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         if size_average is not None or reduce is not None:
-            reduction = _reduction.legacy_get_string(size_average, reduce)
+            reduction = legacy_reduction(size_average, reduce)
         self.group, self.rank, self.world_size = ctx.tp_group, ctx.rank, ctx.world_size
         self.register_buffer("weight", weight)
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing

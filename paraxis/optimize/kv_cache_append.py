@@ -15,7 +15,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels.cpu.build import must_use_aten
+from ..compat.torch import must_use_aten
 from ..kernels.cpu.decode_attention import decode_attention
 from ..tensor.graph_io import wrap_shard
 from ..tensor.sharded_tensor import unwrap

@@ -20,8 +20,8 @@ from .base import PassBase
 class AgreeOnProgramPass(PassBase):
     """All ranks compare their programs, and raise together if they differ: collectives would wait forever.
 
-    Compared is what the ranks must do alike and in the same order. Operators in between may come in another order: a
-    model that iterates over a set of strings does so differently in every process.
+    Layers, redistributions and random draws must be the same, in the same order. The order of other operators may
+    differ: a model that iterates over a set of strings does so in another order in every process.
     """
 
     name = "agree"
@@ -42,13 +42,14 @@ class AgreeOnProgramPass(PassBase):
 
 
 def _digest(program: GraphModule) -> str:
+    """A hash of all that must be the same on all ranks."""
     info = info_of(program)
     lines = [*info.order, *(f"{c.kind} {c.module}" for c in info.collectives), *info.fingerprint]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
 def _describe(example_inputs: list[Any]) -> str:
-    """The inputs of the graph, less the parameters, in words."""
+    """The first inputs of the graph that are no parameters, in words."""
     shown = [x for x in example_inputs if not isinstance(x, nn.Parameter)]
     return ", ".join(
         f"{tuple(x.shape)}{' sharded' if isinstance(x, ShardedTensor) else ''}"

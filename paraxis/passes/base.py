@@ -14,7 +14,7 @@ from ..context import ParallelExecutionCtx
 from .setting import Setting, setting_of
 
 Observer = Callable[["PassBase", GraphModule], None]
-"""Called after every pass that ran, with the graph as it is then."""
+"""Called after every pass that ran, with the graph that it returned."""
 
 
 class PassBase(ABC):
@@ -64,11 +64,11 @@ class PassBase(ABC):
 
 
 class AnalyzeBase(PassBase):
-    """A pass that only looks: it leaves the graph as it is and its findings in ``node.meta``, under its own name."""
+    """A pass that only analyzes: it does not change the graph, and stores its findings in ``node.meta``."""
 
     @classmethod
     def meta_key(cls) -> str:
-        """Where in ``node.meta`` the findings are."""
+        """The key of the findings in ``node.meta``: the name of the pass."""
         return cls.signature()
 
     @classmethod
@@ -118,7 +118,7 @@ class Rewrite(PassBase):
         when: Callable[[Setting], bool] = lambda setting: True,
         searching: bool = False,
     ) -> None:
-        """``searching``: also while a plan is searched, since the plan shows what it does."""
+        """``searching``: whether it also applies while a plan is searched, because the plan shows its effect."""
         self.name, self._does, self._function, self._when = name, does, function, when
         self._searching = searching
 
@@ -230,7 +230,7 @@ class PassPipeline:
         return graph_module
 
     def __call__(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
-        """Run all passes, and remove the findings of those that only look."""
+        """Run all passes, and remove the findings of those that only analyze."""
         captured = graph_module
         graph_module = self.run(graph_module, ctx, config)
         if config.clean_markers_after_all_passes:
@@ -238,7 +238,7 @@ class PassPipeline:
         return graph_module
 
     def clean(self, captured: GraphModule) -> None:
-        """Remove what the analyses have left on a captured graph."""
+        """Remove the findings of all analyses from a captured graph."""
         for step in self._passes:
             if isinstance(step, AnalyzeBase):
                 step.clean_all(captured)

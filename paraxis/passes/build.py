@@ -42,7 +42,7 @@ def build_program(
 
 
 def _without_data(value: Any) -> Any:
-    """An input without its data: the KV cache of a first token would hold its memory forever."""
+    """An input without its data: otherwise the KV cache of the first call would never be freed."""
     if not isinstance(value, torch.Tensor) or isinstance(value, (nn.Parameter, FakeTensor)):
         return value
     return torch.empty(value.shape, dtype=value.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Rewrites that Inductor does, asked for by options of one compilation."""
+"""Rewrites by Inductor itself: the options of one compilation that ask for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from .lift import lifted_of
 
 
 def store_residual_sums(program: GraphModule) -> int:
-    """Of a prefill, store a sum that is used again: computing it anew reads all its terms, and of the sums around a
-    residual connection there are as many as since the last one stored."""
+    """Let Inductor store the residual sums of a prefill; 1 if it is one, else 0.
+
+    Inductor recomputes a sum at every use. Each sum of a residual stream contains the one before it, so that a use
+    would read all terms since the last sum that was stored.
+    """
     if not is_prefill(program.graph):
         return 0
     lifted_of(program).inductor["realize_reads_threshold"] = 1
@@ -20,7 +23,7 @@ def store_residual_sums(program: GraphModule) -> int:
 
 
 def use_cpu_matmul_in_inductor(program: GraphModule) -> int:
-    """Run :class:`CpuMatmulPass` before Inductor's own passes after autograd, unless the user has another one there."""
+    """Run :class:`CpuMatmulPass` before Inductor's post-grad passes, unless the user has set another pass there."""
     if has_custom_pre_pass():
         return 0
     lifted_of(program).inductor["post_grad_custom_pre_pass"] = CpuMatmulPass()

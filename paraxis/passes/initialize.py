@@ -1,4 +1,4 @@
-"""Giving every parameter its shard."""
+"""Loading: every parameter gets its shard, from a checkpoint or by initialization."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class InitializeOrLoadWeightsPass(PassBase):
 
     Each rank reads only its slices of the checkpoint files (``ctx.weight_map``); what no file provides is initialized
     with ``config.weight_init_fn`` so that the global weights do not depend on the number of ranks. Parameters that have
-    their shard are left alone, so later captures do nothing here.
+    their shard are skipped, so later captures do nothing here.
     """
 
     name = "initialize"

@@ -1,4 +1,4 @@
-"""Recognising layers in the ATen graph: a matrix product or a look-up with a parameter."""
+"""Finding layers in the ATen graph: a matmul or a look-up with a parameter."""
 
 from __future__ import annotations
 
@@ -18,13 +18,20 @@ _TRANSPOSES = {aten.t.default, aten.numpy_T.default, aten.permute.default, aten.
 
 @dataclass(eq=False)
 class Layer:
-    """A layer of the model as the graph shows it.
+    """A layer of the model in the graph.
 
-    ``transposed``: the weight is stored [in, out]. ``weight`` and ``bias`` are the parameter's nodes.
+    Attributes:
+        step: The operator that computes it.
+        kind: "linear", "embedding" or "cross_entropy".
+        strategy: The placements that the solver has chosen for the operator.
+        data: The input that is no parameter.
+        weight: The node of the weight, a parameter.
+        bias: The node of the bias, a parameter.
+        transposed: Whether the weight is stored as [in, out].
     """
 
     step: Step
-    kind: str  # "linear", "embedding" or "cross_entropy"
+    kind: str
     strategy: Strategy
     data: Value
     weight: Node | None = None
@@ -48,6 +55,7 @@ def find_layers(solved: Solved) -> list[Layer]:
 
 
 def _layer(step: Step, solved: Solved) -> Layer | None:
+    """The layer that an operator computes; None if it is no layer."""
     if step.call is None:
         return None
     target, node = step.call.target, step.node
@@ -59,23 +67,23 @@ def _layer(step: Step, solved: Solved) -> Layer | None:
         return Layer(step, "embedding", strategy, step.inputs[1], weight) if weight is not None else None
     bias = None
     if target is aten.linear.default:
-        x, w, flip = 0, node.args[1], False
+        x, operand, transposed = 0, node.args[1], False
         bias = node.args[2] if len(node.args) > 2 else None
     elif target is aten.addmm.default:
-        x, w, flip, bias = 1, node.args[2], True, node.args[0]
+        x, operand, transposed, bias = 1, node.args[2], True, node.args[0]
     elif target in (aten.matmul.default, aten.mm.default):
-        x, w, flip = 0, node.args[1], True
+        x, operand, transposed = 0, node.args[1], True
     else:
         return None
-    weight, flipped = _parameter(w, solved)
+    weight, flipped = _parameter(operand, solved)
     if weight is None or len(solved.parameters[weight].shape) != 2:
         return None
-    owner = bias if isinstance(bias, Node) and bias in solved.parameters else None
-    return Layer(step, "linear", strategy, step.inputs[x], weight, owner, flip != flipped)
+    bias = bias if isinstance(bias, Node) and bias in solved.parameters else None
+    return Layer(step, "linear", strategy, step.inputs[x], weight, bias, transposed != flipped)
 
 
 def _parameter(node: object, solved: Solved) -> tuple[Node | None, bool]:
-    """The parameter behind an operand, looking through a transpose."""
+    """The parameter that an operand is, or is a transpose of, and whether it is transposed."""
     flipped = False
     while isinstance(node, Node) and node.target in _TRANSPOSES and node not in solved.parameters:
         node, flipped = node.args[0], not flipped
@@ -83,7 +91,7 @@ def _parameter(node: object, solved: Solved) -> tuple[Node | None, bool]:
 
 
 def uses(solved: Solved) -> dict[Value, list[tuple[Step | None, int]]]:
-    """For every value the steps that take it, with the position; None stands for the return."""
+    """For every value the steps that use it, with the position of the argument; None is the return of the program."""
     result: dict[Value, list[tuple[Step | None, int]]] = {}
     for step in solved.program.steps:
         for i, value in enumerate(step.inputs):
@@ -92,11 +100,12 @@ def uses(solved: Solved) -> dict[Value, list[tuple[Step | None, int]]]:
 
 
 def _is_elementwise(step: Step) -> bool:
+    """Whether a step has the rule of elementwise operators."""
     return step.call is not None and rule_for(step.call.target) is rule_for(aten.relu.default)
 
 
 def is_gathered(value: Value, solution: Solution, users: dict[Value, list[tuple[Step | None, int]]]) -> bool:
-    """Whether a consumer needs all of a sharded value, looking through elementwise operators on it alone (a cast)."""
+    """Whether a consumer needs all of a sharded value, looking through elementwise operators of one input (a cast)."""
     for step, i in users.get(value, []):
         if step is None:
             if isinstance(solution.results[i], Replicate):

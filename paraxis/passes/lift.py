@@ -1,8 +1,8 @@
 """Lifting: the local program on plain tensors, which is what Inductor takes.
 
-The local program takes what the captured graph took: sharded parameters and caches, plain tensors, numbers. A lifted
-one takes the shards of the parameters, then the other inputs or their shards, and returns local tensors; what makes
-sharded tensors of them again, and the structure of the results, is left with it (:class:`Lifted`).
+The inputs of the local program are those of the captured graph: sharded parameters and KV caches, plain tensors,
+numbers. The inputs of the lifted one are the shards of the parameters, then the other inputs or their shards; its
+results are local tensors. :class:`Lifted` says how to wrap them as sharded tensors, and the structure of the results.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Node
 
+from ..compat.dynamo import detect_fake_mode
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..graph.local_program import INFO, info_of
@@ -28,7 +28,7 @@ from .base import PassBase
 from .setting import Setting
 
 LIFTED = "paraxis_lifted"
-"""Where a lifted program has what is known of it: ``graph_module.meta[LIFTED]``."""
+"""In ``graph_module.meta`` of a lifted program: its :class:`Lifted`."""
 
 aten = torch.ops.aten
 
@@ -39,17 +39,17 @@ class Lifted:
 
     Attributes:
         source: The local program that was lifted.
-        parameters: The first arguments are the shards of these.
-        arguments: The parameters that the caller must bring, by their position among its arguments.
-        inputs: Then come these of the caller's arguments, or their shards.
+        parameters: Their shards are the first arguments.
+        arguments: The parameters among the caller's arguments, by position.
+        inputs: The caller's arguments that are the next arguments, or whose shards are.
         examples: Fake tensors for all arguments of the lifted program.
-        fake_mode: The mode that they are fakes of.
+        fake_mode: The mode of these fake tensors.
         device: Where the program runs.
-        written: Those of the caller's arguments that the program writes to: KV caches of a fixed size.
-        scalars: Positions, among the inputs, of numbers that come on the host and are passed on the device.
-        wrappers: By position among the results: what makes a sharded tensor of it again.
+        written: The caller's arguments that the program writes to: preallocated KV caches.
+        scalars: Positions, among the inputs, of numbers on the host that are passed on the device.
+        wrappers: By position among the results: what wraps a local tensor as a sharded one.
         results: The structure of the results, with positions for tensors.
-        inductor: Options for Inductor that passes ask for.
+        inductor: Options for Inductor that passes have set.
     """
 
     source: GraphModule
@@ -79,7 +79,7 @@ class ResultAt:
 
 
 def lifted_of(program: GraphModule) -> Lifted:
-    """What is known of a lifted program."""
+    """Where the arguments of a lifted program come from and its results go."""
     lifted = program.meta.get(LIFTED)
     if not isinstance(lifted, Lifted):
         raise RuntimeError("this program is not lifted: compile='inductor' needs the pass 'lift' in the pipeline")
@@ -111,12 +111,13 @@ class LiftShardsPass(PassBase):
 
 
 def like_shard(parameter: Any) -> torch.Tensor:
-    """The shard that a program takes, or one that is like it where data-parallel ranks shard it further."""
+    """The shard that a program takes, or an empty tensor like it where data-parallel ranks shard it further (FSDP)."""
     local: torch.Tensor = parameter.local
     return local if parameter.dp_shard is None else local.new_empty(parameter.dp_shard.shape)
 
 
 def _local(value: Any) -> Any:
+    """The shard of a sharded tensor; any other value itself."""
     return value.local if isinstance(value, ShardedTensor) else value
 
 
@@ -185,7 +186,7 @@ def _is_matmul(layer: nn.Module) -> bool:
 
 
 class LayerCall:
-    """A parallel layer called with the shards of its parameters, behind its own arguments."""
+    """A parallel layer as a function: of its own arguments, then the shards of its parameters."""
 
     def __init__(self, layer: nn.Module, weights: list[Any], name: str) -> None:
         self.layer, self.weights = layer, weights
@@ -193,14 +194,14 @@ class LayerCall:
         self.__module__ = "paraxis"
 
     def __call__(self, *args: Any) -> Any:
-        """Call the layer; inside, its parameters are these shards."""
+        """Call the layer with these shards in place of its parameters."""
         count = len(args) - len(self.weights)
         with override_shards(self.weights, args[count:]):
             return self.layer(*args[:count])
 
 
 def _results(node: Node, nodes: dict[Node, Any], lifted: Lifted) -> list[Any]:
-    """The tensors and numbers to return; their structure and wrappers are left with ``lifted``."""
+    """The tensors and numbers to return. Their structure and wrappers are noted in ``lifted``."""
     flat: list[Any] = []
 
     def leave(result: Node) -> Any:
@@ -215,10 +216,12 @@ def _results(node: Node, nodes: dict[Node, Any], lifted: Lifted) -> list[Any]:
 
 
 def _wrapper(args: tuple[Any, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What wraps a local tensor, with the other arguments of :func:`~paraxis.tensor.graph_io.wrap_shard`."""
     return lambda local: wrap_shard(local, *args)
 
 
 def _note_written(node: Node, program: GraphModule, lifted: Lifted) -> None:
+    """Note the input that a node writes to, if it writes to one."""
     base = node.args[0]
     while isinstance(base, Node) and base.op == "call_function":
         base = base.args[0]
@@ -227,7 +230,7 @@ def _note_written(node: Node, program: GraphModule, lifted: Lifted) -> None:
 
 
 def scalars_to_device(program: GraphModule) -> int:
-    """Pass numbers of the host, which the program only copies to the device, on the device; how many."""
+    """Pass integers on the host, which the program only copies to the device, on the device; how many."""
     lifted = lifted_of(program)
     assert lifted.device is not None
     moved = move_scalars_to_device(program.graph, lifted.examples, lifted.device)

@@ -1,4 +1,4 @@
-"""Making the parallel layer that stands for a layer of the model in the local program."""
+"""The parallel layers of the local program, one for each layer of the model."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _REDUCTIONS = ("none", "mean", "sum")
 def make_layer(
     layer: Layer, strategy: Strategy, solved: Solved, ctx: ParallelExecutionCtx
 ) -> tuple[str, nn.Module] | None:
-    """(path, module), or None where the operator itself does: a replicated layer, or a weight that is no parameter.
+    """(path, module); None where the layer stays an operator: it is replicated, or its weight is no parameter.
 
-    A layer is made once: later captures find it in ``ctx.parallel_layer_cache``. Its collectives are off, since the
-    partitioner places them where they are needed.
+    A layer is created once: later captures find it in ``ctx.parallel_layer_cache``. Its own collectives are off, since
+    the partitioner inserts them where they are needed.
     """
     if layer.kind == "cross_entropy":
         return _loss(layer, strategy, ctx)
@@ -33,7 +33,7 @@ def make_layer(
     weight = _parameter(layer.weight, solved, ctx)
     bias = _parameter(layer.bias, solved, ctx)
     takes_bias = len(layer.step.inputs) > 2
-    if weight is None or (takes_bias and bias is None) or not _splits(weight, layer, strategy):
+    if weight is None or (takes_bias and bias is None) or not _is_stored_for(strategy, weight, layer):
         return None
     assert layer.weight is not None
     path = solved.parameters[layer.weight].name.rpartition(".")[0] or "layer"
@@ -63,7 +63,7 @@ def make_layer(
 
 
 def _parameter(node: Node | None, solved: Solved, ctx: ParallelExecutionCtx) -> nn.Parameter | None:
-    """The sharded parameter behind a node; None for plain tensors, which come in as inputs."""
+    """The sharded parameter of a node; None for plain tensors, which are inputs of the program."""
     if node is None or solved.parameters[node].meta is None:
         return None
     found = ctx.param_cache.get(solved.parameters[node].name)
@@ -72,8 +72,8 @@ def _parameter(node: Node | None, solved: Solved, ctx: ParallelExecutionCtx) -> 
     return found  # type: ignore[return-value]
 
 
-def _splits(weight: nn.Parameter, layer: Layer, strategy: Strategy) -> bool:
-    """Whether the parameter is stored the way the strategy uses it (and not gathered for it first)."""
+def _is_stored_for(strategy: Strategy, weight: nn.Parameter, layer: Layer) -> bool:
+    """Whether the parameter is stored with the sharding that the strategy uses, and need not be gathered first."""
     placement = weight.placement  # type: ignore[attr-defined]
     if not isinstance(placement, Shard) or len(placement.layouts) != 1:
         return False
@@ -83,6 +83,7 @@ def _splits(weight: nn.Parameter, layer: Layer, strategy: Strategy) -> bool:
 
 
 def _loss(layer: Layer, strategy: Strategy, ctx: ParallelExecutionCtx) -> tuple[str, nn.Module] | None:
+    """The vocab-parallel loss, or None."""
     call = layer.step.call
     assert call is not None
     if strategy.kind != "vocab":

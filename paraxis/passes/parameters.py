@@ -30,6 +30,7 @@ class ParameterInput:
 
     @property
     def placement(self) -> Placement | None:
+        """Where it is sharded; None if it is not placed yet, or a plain tensor."""
         return self.meta.placement if self.meta is not None else None
 
 
@@ -51,7 +52,7 @@ def find_parameters(graph_module: GraphModule, ctx: ParallelExecutionCtx) -> lis
 
 
 def sharded_inputs(graph_module: GraphModule) -> dict[Node, Placement]:
-    """Placeholders that come in sharded and are not parameters: caches from an earlier call."""
+    """The placements of placeholders that are sharded and no parameters: KV caches of an earlier call."""
     result = {}
     for node in graph_module.graph.nodes:
         value = node.meta.get("example_value", node.meta.get("val"))
@@ -79,7 +80,7 @@ def _known(example: Any, ctx: ParallelExecutionCtx) -> str | None:
 
 
 def _name(node: Node, value: torch.Tensor) -> str:
-    """The qualified name: from the metadata, or read off the placeholder that Dynamo named after its source."""
+    """The qualified name: from the metadata, or from the placeholder, which Dynamo names after its source."""
     if isinstance(value, ShardedTensor) and isinstance(value.spec, ParameterMeta) and value.spec.name:
         return value.spec.name
     path, _, leaf = str(node.target).rpartition("_parameters_")

@@ -17,6 +17,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from ..capture import mark_output_op
+from ..compat.torch import OpOverload, schema_or_none
 from ..context import ParallelExecutionCtx
 from ..distributed.consensus import is_rank0_only
 from ..distributed.operators import COLLECTIVES, encode, redistribution
@@ -47,16 +48,18 @@ class Partitioner:
         self.root = nn.Module()
         self.graph = Graph()
         self.modules: dict[str, nn.Module] = {}
-        self.home: dict[Value, Placement] = {}
+        self.computed: dict[Value, Placement] = {}
+        """The placement that a value is computed with."""
         self.versions: dict[Value, dict[Placement, Node]] = {}
+        """The nodes that hold a value, by placement."""
         self.nodes: dict[Node, Node] = {}
         self.steps = {step.node: step for step in solved.program.steps}
         self.layers = {layer.step: layer for layer in find_layers(solved)}
         self.info = ProgramInfo()
-        self._made_by = {value: step for step in solved.program.steps for value in step.outputs}
-        self._asking: Step | None = None
+        self._producers = {value: step for step in solved.program.steps for value in step.outputs}
+        self._consumer: Step | None = None
         self._memory: set[Node] = set()
-        """Nodes that are the memory of an input, as it came or written to."""
+        """Nodes that are the memory of an input, written to or not."""
 
     def run(self) -> GraphModule:
         """The local program, with the placeholders of the captured graph."""
@@ -74,18 +77,19 @@ class Partitioner:
         return module
 
     def _note_region(self, node: Node, before: Node | None) -> None:
-        """Say of the nodes that were made for this one which checkpointed region they are of."""
+        """Note on the nodes that were emitted for this one which checkpointed region they are of."""
         region = region_of(node.meta.get("origin"))
         if region is None:
             return
-        for made in reversed(self.graph.nodes):
-            if made is before:
+        for emitted in reversed(self.graph.nodes):
+            if emitted is before:
                 break
-            made.meta[REGION] = region
+            emitted.meta[REGION] = region
 
-    # -- leaves ------------------------------------------------------------------------------------------------
+    # -- inputs ------------------------------------------------------------------------------------------------
 
     def _emit_placeholder(self, node: Node) -> None:
+        """An input; of a sharded tensor the shard."""
         origin = node.meta["origin"]
         new = self.graph.placeholder(str(origin.target))
         self.nodes[node] = new
@@ -104,6 +108,7 @@ class Partitioner:
         self._memory.add(new)
 
     def _emit_get_attr(self, node: Node) -> None:
+        """A constant tensor, replicated."""
         name = str(node.target)
         value = tensor_of(node)
         owner = self.solved.aten
@@ -118,8 +123,9 @@ class Partitioner:
     # -- operators ---------------------------------------------------------------------------------------------
 
     def _emit_call_function(self, node: Node) -> None:
+        """An operator, or a size."""
         if node.target is operator.getitem:
-            return  # results are taken apart where they are made
+            return  # emitted with the operator that returns several tensors
         step = self.steps.get(node)
         if step is not None:
             self._emit_step(step, self.solved.solution.strategies[step])
@@ -132,9 +138,10 @@ class Partitioner:
                 self._forget_versions()
 
     def _emit_step(self, step: Step, strategy: Strategy) -> None:
-        self._asking = step
+        """An operator that the solver has placed, with its inputs redistributed to the placements that it needs."""
+        self._consumer = step
         locals_ = [self.fetch(v, p) for v, p in zip(step.inputs, strategy.inputs, strict=True)]
-        if step.node.target is mark_output_op:  # it has done its work: the value is replicated
+        if step.node.target is mark_output_op:  # it requires a replicated input, which is its result
             self.nodes[step.node] = locals_[0]
             self._define(step.outputs[0], strategy.outputs[0], locals_[0])
             return
@@ -151,25 +158,25 @@ class Partitioner:
             item = self.graph.call_function(operator.getitem, (new, position)) if several else new
             self._define(value, placement, item)
         if step.impure:
-            self._keep_up(step.node, strategy)
+            self._write_back(step.node, strategy)
         elif step.home is not None and new not in self._memory:
-            place = self.home[step.home]
+            place = self.computed[step.home]
             source = self.fetch(step.outputs[0], place)
             written = (self.versions[step.home][place], source)
             self.graph.call_function(aten.copy_.default, written).meta["writes"] = True
 
-    def _keep_up(self, node: Node, strategy: Strategy) -> None:
-        """A write into a sharded input (a cache) must reach its shard, and no older version of it may be used."""
+    def _write_back(self, node: Node, strategy: Strategy) -> None:
+        """Bring a write into a sharded input (a KV cache) to its shard, and drop versions from before the write."""
         target = mutated(node)
         base = target
         while base is not None and base.op == "call_function" and (is_view(base) or mutated(base) is not None):
             base = base.all_input_nodes[0]
         if base is None or base.op != "placeholder":
             return
-        value, placement = Value(base), self.home[Value(base)]
-        if not _splits(placement):
+        value, placement = Value(base), self.computed[Value(base)]
+        if not _is_sharded(placement):
             return
-        if base is target and strategy.inputs[0] == placement:  # written where it is
+        if base is target and strategy.inputs[0] == placement:  # the operator writes to the shard
             self.versions[value] = {placement: self.versions[value][placement]}
             return
         local, full = (self.versions[value][p] for p in (placement, REPLICATE))
@@ -177,6 +184,7 @@ class Partitioner:
         self.graph.call_function(write_shard, args).meta["writes"] = True
 
     def _emit_operator(self, step: Step, strategy: Strategy, locals_: list[Node]) -> Node:
+        """The operator on local tensors, with local sizes."""
         taken = iter(locals_)
 
         def local(arg: Any) -> Any:
@@ -196,23 +204,24 @@ class Partitioner:
             target, args, kwargs = strategy.localize(target, args, kwargs, self.rank)
         if is_random(step.node):
             return self._emit_random(target, strategy.is_sharded, tuple(args), kwargs)
-        if not isinstance(target, torch._ops.OpOverload) and hasattr(target, "__name__"):
+        if not isinstance(target, OpOverload) and hasattr(target, "__name__"):
             target = _printable(target)
         return self.graph.call_function(target, tuple(args), kwargs)
 
     def _emit_random(self, target: Any, sharded: bool, args: tuple[Any, ...], kwargs: Any) -> Node:
+        """A random operator, which draws from the state of the program."""
         if self.info.random is None:
             self.info.random = RandomState(
                 self.group, self.ctx.current_device, self.ctx.dp_rank, agreed=not is_rank0_only()
             )
         seeded = SeededOperator(self.info.random, target, sharded)
         node = self.graph.call_function(seeded, args, kwargs)
-        node.meta["random"] = target  # numbers are drawn in the order of the program
+        node.meta["random"] = target  # random operators must stay in order
         self.info.order.append(seeded.__name__)
         return node
 
     def _emit_layer(self, layer: Layer, strategy: Strategy) -> Node | None:
-        """A call of the parallel layer, with the input it needs; None if it has to stay an operator."""
+        """A call of the parallel layer; None if the layer must stay an operator."""
         made = make_layer(layer, strategy, self.solved, self.ctx)
         if made is None:
             return None
@@ -230,8 +239,9 @@ class Partitioner:
     # -- results -----------------------------------------------------------------------------------------------
 
     def _emit_output(self, node: Node) -> None:
+        """The results; sharded ones leave as sharded tensors."""
         results = iter(self.solved.solution.results)
-        self._asking = None
+        self._consumer = None
 
         def leave(arg: Node) -> Any:
             if not is_tensor(arg):
@@ -248,21 +258,22 @@ class Partitioner:
     # -- versions ----------------------------------------------------------------------------------------------
 
     def _define(self, value: Value, placement: Placement, node: Node) -> None:
-        self.home[value] = placement
+        """Note the node that computes a value."""
+        self.computed[value] = placement
         self.versions[value] = {placement: node}
 
     def _forget_versions(self) -> None:
-        """A version made while gradients were off must not be used where they are on."""
-        for value, placement in self.home.items():
+        """Drop redistributed versions: one from where gradients are off must not be used where they are on."""
+        for value, placement in self.computed.items():
             self.versions[value] = {placement: self.versions[value][placement]}
 
     def fetch(self, value: Value, need: Placement) -> Node:
-        """The local tensor of a value in a placement, redistributed if it does not exist yet."""
+        """The local tensor of a value in a placement, redistributed unless that version exists."""
         versions = self.versions[value]
         if need in versions:
             return versions[need]
-        source = REPLICATE if REPLICATE in versions else self._nearest(value)
-        direct = isinstance(source, Replicate) or (isinstance(source, Partial) and _splits(need))
+        source = REPLICATE if REPLICATE in versions else self._nearest_version(value)
+        direct = isinstance(source, Replicate) or (isinstance(source, Partial) and _is_sharded(need))
         shared = isinstance(source, Shard) and not source.layouts
         if need != REPLICATE and not direct and not (shared and need != PARTIAL):
             self.fetch(value, REPLICATE)
@@ -273,20 +284,22 @@ class Partitioner:
         versions[need] = node
         return node
 
-    def _nearest(self, value: Value) -> Placement:
-        """What a missing version is made of: the value as it was made or, of a sum, the shards it was scattered to."""
-        home = self.home[value]
-        if isinstance(home, Partial):
-            return next((p for p in self.versions[value] if _splits(p)), home)
-        return home
+    def _nearest_version(self, value: Value) -> Placement:
+        """What a missing version is redistributed from: the placement it was computed with or, if that is partial and
+        was reduce-scattered already, the shards."""
+        computed = self.computed[value]
+        if isinstance(computed, Partial):
+            return next((p for p in self.versions[value] if _is_sharded(p)), computed)
+        return computed
 
     def _is_free(self, value: Value, source: Placement, need: Placement) -> bool:
-        """Replicated and shared differ in their gradients only."""
-        both = {type(source), type(need)} == {Replicate, Shard} and not _splits(source) and not _splits(need)
+        """Whether a redistribution does nothing: replicated and shared tensors differ in their gradients alone."""
+        both = {type(source), type(need)} == {Replicate, Shard} and not _is_sharded(source) and not _is_sharded(need)
         fake = tensor_of_value(value)
         return both and not (self.grad and (fake.dtype.is_floating_point or fake.dtype.is_complex))
 
     def _redistribute(self, value: Value, node: Node, source: Placement, need: Placement) -> Node:
+        """Emit a redistribution, and note the collective and its reason."""
         fake = tensor_of_value(value)
         shape = tuple(n if isinstance(n, int) else None for n in fake.shape)
         operator_, args = redistribution(source, need, shape, self.group.group_name)
@@ -296,8 +309,8 @@ class Partitioner:
         moved.meta["placement"] = (need,)
         moved.meta[FULL] = fake
         if operator_ in COLLECTIVES and self.ctx.world_size > 1:
-            producer = self._made_by.get(value)
-            reason = reason_for(source, producer, self.layers.get(producer) if producer else None, self._asking)
+            producer = self._producers.get(value)
+            reason = reason_for(source, producer, self.layers.get(producer) if producer else None, self._consumer)
             dtype = str(fake.dtype).removeprefix("torch.")
             collective = Collective(COLLECTIVES[operator_], module, shape, dtype, reason)
             self.info.collectives.append(collective)
@@ -306,7 +319,7 @@ class Partitioner:
 
     def _global_size(self, value: Value, dim: int) -> Node:
         """The global size of a dimension, from the local tensor."""
-        placement = self.home[value]
+        placement = self.computed[value]
         local = self.graph.call_function(aten.sym_size.int, (self.versions[value][placement], dim))
         layout = placement.dims.get(dim) if isinstance(placement, Shard) else None
         if layout is None:
@@ -316,14 +329,15 @@ class Partitioner:
         return self.graph.call_function(operator.mul, (repeats, layout.period))
 
     def _plain(self, tree: Any) -> Any:
-        """Arguments of a node that is no operator on tensors, or needs full tensors."""
+        """The arguments of a node that is no solved operator, with full tensors."""
         return torch.fx.map_arg(tree, lambda n: self.fetch(value_of(n), REPLICATE) if is_tensor(n) else self.nodes[n])
 
 
 # -- small helpers ---------------------------------------------------------------------------------------------
 
 
-def _splits(placement: Placement) -> bool:
+def _is_sharded(placement: Placement) -> bool:
+    """Whether some dimension is sharded: a shard without any is a shared tensor."""
     return isinstance(placement, Shard) and bool(placement.layouts)
 
 
@@ -336,14 +350,14 @@ class SeededOperator:
         self.__module__ = "paraxis"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Draw, and count on in the state."""
+        """Draw, and advance the state."""
         return self.state.run(self.target, self.sharded, *args, **kwargs)
 
 
 def _printable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A local function of a rule under a name that generated code can have."""
+    """A local function of a rule under a name that generated code can use."""
     name = function.__name__
-    if isinstance(function, FunctionType) and function.__kwdefaults__ is None:  # the same, without one more call
+    if isinstance(function, FunctionType) and function.__kwdefaults__ is None:  # a copy costs no extra call
         inside = function.__globals__, name, function.__defaults__, function.__closure__
         call: Callable[..., Any] = FunctionType(function.__code__, *inside)
     else:
@@ -357,13 +371,14 @@ def _printable(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _name(target: Any) -> str:
-    return target._schema.name.split("::")[1] if hasattr(target, "_schema") else getattr(target, "__name__", "function")
+    schema = schema_or_none(target)
+    return schema.name.split("::")[1] if schema is not None else getattr(target, "__name__", "function")
 
 
 def is_random(node: Node) -> bool:
     """Whether the operator draws random numbers in this call."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if target is aten.dropout.default:
         return bool(node.args[2]) and bool(node.args[1])
@@ -374,6 +389,7 @@ def is_random(node: Node) -> bool:
 
 
 def _add_submodule(root: nn.Module, path: str, module: nn.Module) -> None:
+    """Add a layer under its path in the model, creating the modules above it."""
     *parents, leaf = path.split(".")
     for part in parents:
         if not hasattr(root, part):

@@ -57,7 +57,7 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             # Optimizations of the local program.
             Rewrite(
                 "drop_redistributions",
-                "A single rank without gradients communicates nothing: redistributions go.",
+                "A single rank without gradients communicates nothing: redistributions are dropped.",
                 lambda m, s: drop_redistributions(m),
                 lambda s: s.ranks == 1 and s.inference,
             ),
@@ -69,7 +69,7 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             ),
             Rewrite(
                 "append_kv_cache",
-                "KV caches that grow append in place instead of concatenating.",
+                "Growing KV caches append in place instead of concatenating.",
                 lambda m, s: append_kv_cache_in_place(m, s.compiled),
                 lambda s: s.inference and (s.eager or s.device == "cpu"),
             ),
@@ -81,13 +81,13 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             ),
             Rewrite(
                 "cpu_decode_attention",
-                "Attention of one query on a KV cache that grows runs in the CPU kernel for decode.",
+                "Attention of one query on a growing KV cache runs in the CPU kernel for decode.",
                 lambda m, s: use_decode_attention(m, s.compiled),
                 lambda s: s.inference and s.device == "cpu",
             ),
             Rewrite(
                 "experts_in_sequence",
-                "The experts of a mixture run one after the other, so that activations stay in the CPU's cache.",
+                "The experts of a MoE layer run one after the other, so that activations stay in the CPU's cache.",
                 lambda m, s: run_experts_in_sequence(m),
                 lambda s: s.inference and s.eager and s.device == "cpu",
             ),
@@ -99,13 +99,13 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             ),
             Rewrite(
                 "unshard_at_first_use",
-                "FSDP parameters are unsharded right before their first use, so that few are at a time.",
+                "FSDP parameters are unsharded right before their first use, so that few are full at a time.",
                 lambda m, s: unshard_at_first_use(m),
                 lambda s: s.dp_sharded,
             ),
             Rewrite(
                 "activation_checkpointing",
-                "Regions under torch.utils.checkpoint run under it again: activations are recomputed backward.",
+                "Regions under torch.utils.checkpoint are checkpointed: the backward pass recomputes activations.",
                 lambda m, s: recompute(m),
                 lambda s: s.grad and s.eager,
             ),
@@ -113,14 +113,14 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             LiftShardsPass(),
             Rewrite(
                 "scalars_to_device",
-                "Counters of the KV cache are passed on the device instead of copied layer by layer.",
+                "Counters of KV caches are passed on the device instead of being copied layer by layer.",
                 lambda m, s: scalars_to_device(m),
                 lambda s: s.lifts and s.device == "cuda" and s.inference,
             ),
             Rewrite(
                 "decode_kernels",
-                "Norm, linear layers and gate of one row, and RoPE, KV write and attention of one query, are one"
-                " Triton kernel each.",
+                "Norm, linear layers and gate of one row become one Triton kernel, and so do RoPE, KV write and"
+                " attention of one query.",
                 lambda m, s: use_decode_kernels(m, lifted_of(m).examples),
                 lambda s: s.lifts and s.device == "cuda" and s.inference and s.cuda_graphs,
             ),
@@ -132,31 +132,31 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             ),
             Rewrite(
                 "drop_causal_masks",
-                "A mask that is known to be causal goes, so that prefill runs in the flash kernels.",
+                "Constant causal masks are dropped, so that prefill runs in the flash kernels.",
                 lambda m, s: drop_causal_masks(m),
                 lambda s: s.lifts and s.device == "cuda" and s.inference,
             ),
             Rewrite(
                 "merge_narrow_linears",
-                "Narrow linear layers on the same input of a prefill are one GEMM.",
+                "Narrow linear layers on the same input become one GEMM in prefill.",
                 lambda m, s: merge_narrow_linears(m, lifted_of(m).examples),
                 lambda s: s.lifts and s.device == "cuda" and s.inference,
             ),
             Rewrite(
                 "fuse_rope_kv_write",
-                "RoPE and the writes into an empty KV cache are one Triton kernel per layer.",
+                "RoPE and the writes into an empty KV cache become one Triton kernel per layer.",
                 lambda m, s: fuse_rope_kv_write(m),
                 lambda s: s.lifts and s.device == "cuda" and s.inference and s.cuda_graphs,
             ),
             Rewrite(
                 "merge_cache_counters",
-                "The counters of all layers' KV caches are counted on together.",
+                "The counters of all layers' KV caches are incremented by one operator.",
                 lambda m, s: merge_cache_counters(m),
                 lambda s: s.lifts and s.device == "cuda" and s.inference and s.cuda_graphs,
             ),
             Rewrite(
                 "store_residual_sums",
-                "Inductor stores the residual sums of a prefill instead of computing them again at every use.",
+                "Inductor stores the residual sums of a prefill instead of recomputing them at every use.",
                 lambda m, s: store_residual_sums(m),
                 lambda s: s.lifts and s.device == "cuda",
             ),
@@ -171,6 +171,6 @@ def build_parallel_pass_pipeline() -> PassPipeline:
 
 
 def without_loading(config: Config) -> Config:
-    """The options with a pipeline that reads no weights: for a model that is looked at, not run."""
+    """The options with a pipeline that loads no weights: for a model that is inspected and not run."""
     passes = config.pipeline or build_parallel_pass_pipeline()
     return replace(config, pipeline=PassPipeline([p for p in passes if not isinstance(p, InitializeOrLoadWeightsPass)]))

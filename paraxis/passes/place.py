@@ -1,4 +1,4 @@
-"""Placing: parameters of a graph that is compiled without a plan."""
+"""Placing: the parameters of a graph that is compiled without a plan."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .solve import solved_of
 class PlaceParametersPass(PassBase):
     """Parameters that no plan has placed get the placement of the solution.
 
-    ``parallelize_model`` applies a plan before any graph is compiled for execution, and nothing is left to do here.
-    It places the parameters of a model that is compiled with :func:`paraxis.parallelize_backend` by hand, and of one
-    that has to be run to be planned, graph by graph.
+    ``parallelize_model`` applies a plan before any graph is compiled for execution, and leaves nothing to do here. This
+    pass places the parameters of a model that a user compiles with :func:`paraxis.parallelize_backend`, and of one that
+    must run to be planned, graph by graph.
     """
 
     name = "place"

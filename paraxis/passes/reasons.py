@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..capture import mark_output_op
+from ..compat.torch import OpOverload, schema_or_none
 from ..placement import Partial, Placement
 from ..rules import rule_for
 from ..solver import Step
@@ -40,11 +41,11 @@ def _reason_of_partial(producer: Step | None, layer: Layer | None) -> str:
         return _LAYERS[str(layer.axis)]
     if producer is None or producer.call is None:
         return "a partial result"
-    name = _name(producer.call.target)
-    if getattr(producer.call.target, "_schema", None) is not None and producer.call.target._schema.name in _SUMS:
+    name, schema = _name(producer.call.target), schema_or_none(producer.call.target)
+    if schema is not None and schema.name in _SUMS:
         return f"{name} over a sharded dimension, as in the statistics of a norm"
     return f"partial output of {name}"
 
 
 def _name(target: object) -> str:
-    return str(target).removesuffix(".default") if isinstance(target, torch._ops.OpOverload) else "an operator"
+    return str(target).removesuffix(".default") if isinstance(target, OpOverload) else "an operator"

@@ -18,16 +18,16 @@ from .solve import Solved, solved_of
 class ParallelLayerReplacePass(PassBase):
     """The captured global program becomes the local program of this rank.
 
-    Linears, embeddings and the loss become parallel layers, every edge whose placements differ a redistribution, and
-    sizes written into the program (a number of heads in a view) become local. Layers come from
-    ``ctx.parallel_layer_cache``, so no parameter is ever made twice. While a plan is searched, parameters have no
-    placement yet: layers stay operators, and the program shows which collectives the plan has.
+    Linear layers, embeddings and the loss become parallel layers, every edge whose placements differ a redistribution,
+    and constant sizes (a number of heads in a view) become local. Layers come from ``ctx.parallel_layer_cache``, so
+    that no parameter is created twice. While a plan is searched, parameters have no placement yet: layers stay
+    operators, and the program shows the collectives of the plan.
     """
 
     name = "replace"
 
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
-        """Partition the graph; what later passes need to know is in ``meta`` (:mod:`paraxis.graph.local_program`)."""
+        """Partition the graph. What later passes need is in ``meta`` (:mod:`paraxis.graph.local_program`)."""
         solved = solved_of(graph_module)
         with ctx.timed("rewrite"):
             program = Partitioner(solved, ctx, grad=torch.is_grad_enabled()).run()
@@ -40,7 +40,7 @@ class ParallelLayerReplacePass(PassBase):
 
 
 def _fingerprint(solved: Solved) -> list[str]:
-    """What all ranks must have alike: placements, and operators with their shapes, in any order."""
+    """What must be the same on all ranks, in any order: placements, and operators with their shapes."""
     placements = {p.name: str(solved.solution.parameters.get(Value(n))) for n, p in solved.parameters.items()}
     shapes = sorted(
         f"{_target(step.call.target)} {[tuple(map(str, t.shape)) for t in (*step.call.inputs, *step.call.outputs)]}"

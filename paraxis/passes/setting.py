@@ -1,4 +1,4 @@
-"""What a program is built for. Passes say when they apply in these terms."""
+"""What a program is built for: device, gradients, compiler, ranks. Passes say when they apply in these terms."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Setting:
     Attributes:
         searching: A plan is being searched: no parameter has a placement, and nothing will run.
         simulated: The ranks are simulated: there are no weights, and nothing will run.
-        grad: The program records gradients.
+        grad: Autograd records the program.
         compiled: Inductor compiles the program.
         device: The type of the device: ``"cpu"``, ``"cuda"``.
-        cuda_graphs: The program is captured as a CUDA graph; after lifting it is known whether sizes are dynamic.
+        cuda_graphs: The program is captured as a CUDA graph. Whether sizes are dynamic is known after lifting.
         dp_sharded: Data-parallel ranks shard parameters (FSDP), so that a program gathers them.
         random: The program draws random numbers.
         ranks: The number of tensor-parallel ranks.
@@ -54,15 +54,15 @@ class Setting:
 
     @property
     def inference(self) -> bool:
-        """Whether the program records no gradients."""
+        """Whether autograd does not record the program."""
         return not self.grad
 
     @property
     def lifts(self) -> bool:
-        """Whether the program becomes one on plain tensors, for Inductor.
+        """Whether the program is lifted to plain tensors, for Inductor.
 
-        Not one with random numbers: every rank draws from a state of its own for what is sharded and from a common one
-        for what is replicated, which Inductor's generator cannot express.
+        Programs that draw random numbers are not: a rank draws from a state of its own for sharded tensors and from a
+        common one for replicated tensors, which Inductor's generator cannot express.
         """
         return self.compiled and not self.random
 

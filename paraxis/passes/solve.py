@@ -30,12 +30,12 @@ from .base import AnalyzeBase
 from .parameters import ParameterInput, find_parameters, sharded_inputs
 
 RESULT = "paraxis_solution"
-"""Where the pass leaves its result: ``graph_module.meta[RESULT]``."""
+"""In ``graph_module.meta`` of a captured graph: its :class:`Solved`."""
 
 
 @dataclass(eq=False)
 class Solved:
-    """Everything the later passes need."""
+    """The captured graph as ATen operators, its solution, and what it was solved with."""
 
     aten: GraphModule
     program: Program
@@ -49,7 +49,7 @@ class Solved:
 
 
 def solved_of(graph_module: GraphModule) -> Solved:
-    """The result that :class:`ParallelAxisSolverPass` has left with a captured graph."""
+    """The result of :class:`ParallelAxisSolverPass` on a captured graph."""
     solved = graph_module.meta.get(RESULT)
     if not isinstance(solved, Solved):
         raise RuntimeError("this graph has no solution: run ParallelAxisSolverPass first")
@@ -59,18 +59,18 @@ def solved_of(graph_module: GraphModule) -> Solved:
 class ParallelAxisSolverPass(AnalyzeBase):
     """Find the cheapest placement of every tensor in the graph.
 
-    The captured graph is decomposed to ATen operators, of which a rule says how placements pass through them, and
-    searched (see :mod:`paraxis.solver.search`). Parameters that an earlier capture has placed keep their placement. The
-    captured graph itself is not changed; the result is stored with it for the passes that follow, and every captured
-    node that a placement was found for gets it as a marker (field ``placement``).
+    The pass decomposes the captured graph to ATen operators, whose rules say how placements propagate, and searches
+    (:mod:`paraxis.solver.search`). Parameters that are placed already keep their placement. The captured graph itself
+    does not change: the result is stored in its ``meta`` for later passes, and the placement of every captured node in
+    the node's marker (field ``placement``).
 
-    Not its job: deciding *whether* to parallelize, or over how many ranks.
+    It does not decide *whether* to parallelize, or over how many ranks.
     """
 
     name = "solve"
 
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
-        """Decompose, search, and leave the solution with the graph."""
+        """Decompose, search, and store the solution in the graph's ``meta``."""
         captured = find_parameters(graph_module, ctx)
         self._check_known(captured, ctx)
         with ctx.timed("decompose"):
@@ -79,7 +79,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
         parameters: dict[Node, ParameterInput] = {}
         fixed = {}
         caches = sharded_inputs(graph_module)
-        alone = ctx.world_size == 1  # the plan of one rank is that of two, held by one
+        alone = ctx.world_size == 1  # solved for two ranks, of which one then has both shards
         later = ctx.plan is not None and not ctx.state.planning
         for node in aten.graph.nodes:
             if node.op not in ("placeholder", "get_attr"):
@@ -119,11 +119,11 @@ class ParallelAxisSolverPass(AnalyzeBase):
         return graph_module
 
     def _check_known(self, captured: list[ParameterInput], ctx: ParallelExecutionCtx) -> None:
-        """After the first compilation every parameter has been seen; a new one has no place in the plan."""
+        """Raise if the model has a parameter that was not there when it was planned."""
         if ctx.plan is None or ctx.state.planning:
             return
         unknown = [p for p in captured if p.name not in ctx.param_cache or (p.meta and p.placement is None)]
-        unknown += [p for p in captured if p not in unknown and _is_other(p, ctx.param_cache.get(p.name))]
+        unknown += [p for p in captured if p not in unknown and _is_replaced(p, ctx.param_cache.get(p.name))]
         if unknown:
             changed = ", ".join(f"{p.name} {p.shape}" for p in unknown[:8])
             raise RuntimeError(
@@ -133,6 +133,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
             )
 
     def _mark(self, strategies: dict[Step, Strategy], graph_module: GraphModule) -> None:
+        """Store the placements of captured nodes in their markers."""
         self.clean_all(graph_module)
         for step, strategy in strategies.items():
             origin = step.node.meta.get("origin")
@@ -151,6 +152,6 @@ def cost_model(ctx: ParallelExecutionCtx, config: Config, world: int) -> CostMod
     return replace(model, unscattered=0.0) if config.enable_sequence_parallel == "auto" else model
 
 
-def _is_other(found: ParameterInput, known: object) -> bool:
-    """Whether the model's parameter of this name is no longer the one that was planned."""
+def _is_replaced(found: ParameterInput, known: object) -> bool:
+    """Whether the model's parameter of this name is another one than was planned."""
     return getattr(known, "_spec", found.meta) is not found.meta

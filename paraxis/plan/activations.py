@@ -21,15 +21,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Interpreter, Node
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..capture import capture, mark_output_op
 from ..capture.dummy_inputs import takes_token_labels
 from ..capture.repeated_blocks import Repeated, without_repeats
 from ..capture.trace import gc_paused
+from ..compat.torch import FakeTensorMode, TorchDispatchMode, pytree, storage_key
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..graph.nodes import module_of
@@ -78,7 +76,7 @@ class Allocations:
     def record(self, tensor: torch.Tensor, count: bool = True) -> Storage | None:
         """The storage of a tensor, recorded if it is new. ``count=False``, as for parameters, leaves it out: None."""
         memory = tensor.untyped_storage()
-        address = memory._cdata
+        address = storage_key(memory)
         if address not in self._live:
             found = Storage(memory.nbytes(), self.block, self.time) if count else None
             if found is not None:

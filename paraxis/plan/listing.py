@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..compat.torch import OpOverload, packet_name
 from ..distributed.operators import COLLECTIVES
 from ..graph.local_program import COLLECTIVE, FULL
 from ..graph.nodes import module_of
@@ -94,8 +95,8 @@ class _Listing:
     def _called(self, node: Node) -> str:
         if node.op == "call_module":
             return f"{type(self.module.get_submodule(str(node.target))).__name__}[{str(node.target)!r}]"
-        if isinstance(node.target, torch._ops.OpOverload):
-            return f"{node.target.namespace}.{node.target._opname}"
+        if isinstance(node.target, OpOverload):
+            return f"{node.target.namespace}.{packet_name(node.target)}"
         return str(getattr(node.target, "__name__", node.target))
 
     def _comment(self, node: Node) -> str:
@@ -165,8 +166,8 @@ def _short(node: Node) -> str:
         return str(node.target).rpartition(".")[2]
     if node.target in COLLECTIVES:
         return RESULT_NAMES[COLLECTIVES[node.target]]
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._opname
+    if isinstance(node.target, OpOverload):
+        return packet_name(node.target)
     return str(getattr(node.target, "__name__", node.name))
 
 

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..capture import mark_output_op
+from ..compat.torch import TorchDispatchMode
 from ..placement import Placement, local_shape
 from .plan import Memory, Plan
 

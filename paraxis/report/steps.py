@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ..compat.torch import OpOverload, packet_name
 from ..distributed.operators import COLLECTIVES, all_reduce_coalesced
 from ..graph.local_program import COLLECTIVE, FULL
 from ..graph.nodes import module_of
@@ -187,8 +188,8 @@ def placement_text(placement: Placement, shape: tuple[Any, ...]) -> str:
 
 def operator_name(node: Node) -> str:
     """The name of a node's operator."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return str(node.target._opname)
+    if isinstance(node.target, OpOverload):
+        return packet_name(node.target)
     return str(getattr(node.target, "__name__", node.target))
 
 

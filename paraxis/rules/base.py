@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..compat.torch import OpOverload, schema_or_none
 from ..placement import REPLICATE, Layout, Partial, Placement, Replicate, Shard
 
 
@@ -74,7 +75,7 @@ class Call:
     @property
     def op_name(self) -> str:
         """The name of the operator without its overload, and without ``aten::``; empty for a Python function."""
-        schema = getattr(self.target, "_schema", None)
+        schema = schema_or_none(self.target)
         return "" if schema is None else str(schema.name).removeprefix("aten::")
 
 
@@ -150,7 +151,7 @@ def is_partial(placement: InputPlacement) -> bool:
 def draws(call: Call) -> bool:
     """Whether the call draws random numbers: ranks that hold the same elements would draw different ones."""
     target = call.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     if target is torch.ops.aten.scaled_dot_product_attention.default:
         return bool(call.arg(4, "dropout_p", 0.0))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..compat.transformers import grouped_mm_fallback
 from ..placement import PARTIAL, REPLICATE, Layout, Shard
 from .base import Call, InputPlacement, Strategy, Structures, layouts_on
 from .registry import builtin_rule
@@ -17,12 +18,8 @@ aten = torch.ops.aten
 def _operators() -> list[Any]:
     """torch's operator, and the one transformers falls back to where torch has no kernel."""
     found: list[Any] = [aten._grouped_mm.default] if hasattr(aten, "_grouped_mm") else []
-    try:
-        import transformers.integrations.moe  # noqa: F401 -- defines the operator
-    except ImportError:
-        return found
-    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
-    return found if fallback is None else [*found, fallback.default]
+    fallback = grouped_mm_fallback()
+    return found if fallback is None else [*found, fallback]
 
 
 def _unit(call: Call) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch import OpOverload, OpOverloadPacket, schema_of
 from ..placement import PARTIAL, REPLICATE, Placement, Shard
 from .base import Call, InputPlacement, Strategy, Tensor, draws, is_one, is_partial, same_size
 from .registry import builtin_rule
@@ -19,11 +20,11 @@ def _pointwise_ops() -> list[Any]:
     found = []
     for name in dir(aten):
         packet = getattr(aten, name)
-        if not isinstance(packet, torch._ops.OpOverloadPacket):
+        if not isinstance(packet, OpOverloadPacket):
             continue
         for overload in packet.overloads():
             op = getattr(packet, overload)
-            if torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+            if torch.Tag.pointwise in op.tags and not schema_of(op).is_mutable:
                 found.append(op)
     return found
 
@@ -94,7 +95,7 @@ def restrict(out: Shard, tensor: Tensor, ndim: int) -> Placement:
 
 def _partial(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Linear operators take partial inputs."""
-    if not any(is_partial(p) for p in placements) or not isinstance(call.target, torch._ops.OpOverload):
+    if not any(is_partial(p) for p in placements) or not isinstance(call.target, OpOverload):
         return
     name = call.op_name
     if name in ("add", "sub") and len(call.inputs) == 2:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch import OpOverload, OpOverloadPacket, overload_of, schema_of
 from .base import Call, InputPlacement, Rule, Strategy, Structures
 
 StructuresOf = Callable[[Call], Structures]
@@ -94,11 +95,11 @@ def temporary_rules() -> Iterator[None]:
 def overloads_of(targets: Iterable[Any]) -> Iterator[Any]:
     """The operator overloads of packets, overloads and the results of ``torch.library.custom_op``."""
     for target in targets:
-        target = getattr(target, "_opoverload", target)  # what torch.library.custom_op returns
-        if isinstance(target, torch._ops.OpOverloadPacket):
+        target = overload_of(target)
+        if isinstance(target, OpOverloadPacket):
             for name in target.overloads():
                 overload = getattr(target, name)
-                if not overload._schema.is_mutable:  # rules are about functional graphs
+                if not schema_of(overload).is_mutable:  # rules are about functional graphs
                     yield overload
         else:
             yield target
@@ -136,8 +137,8 @@ def _entry(target: Any) -> Registered | None:
     entry = _registry.get(target)
     if entry is not None:
         return entry
-    if isinstance(target, torch._ops.OpOverload):
-        pointwise = torch.Tag.pointwise in target.tags and not target._schema.is_mutable
+    if isinstance(target, OpOverload):
+        pointwise = torch.Tag.pointwise in target.tags and not schema_of(target).is_mutable
     else:
         pointwise = getattr(target, "pointwise", False) is True
     return _registry.get(torch.ops.aten.relu.default) if pointwise else None

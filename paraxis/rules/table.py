@@ -25,6 +25,7 @@ from functools import partial
 from math import lcm
 from typing import Any
 
+from ..compat.torch import schema_of
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
 from .base import (
     Call,
@@ -199,7 +200,7 @@ class Line:
 
 def argument(call: Call, name: str) -> tuple[int, Any]:
     """(position, value) of an argument of a call by its name; a ValueError if the operator has no such argument."""
-    arguments = call.target._schema.arguments
+    arguments = schema_of(call.target).arguments
     for position, argument in enumerate(arguments):
         if argument.name == name:
             return position, call.arg(position, name, argument.default_value)

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from ..capture.dynamic_shapes import mark_dynamic, mark_static
 from ..capture.trace import end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
 from ..compat.dynamo import TorchDynamoException, raise_recompile_limit
-from ..compat.torch import call_forward_and_hooks, set_compiled_call
+from ..compat.torch import call_forward_and_hooks, has_backward_hooks, set_compiled_call
 from ..compat.transformers import install_output_hooks
 from ..config import Config
 from ..context import ParallelExecutionCtx
@@ -143,7 +143,7 @@ class CompiledCall:
             own = set(map(id, self.module.parameters(recurse=False)))
             place_unused(self.ctx, self.config, own)
         for parameter in self.module.parameters():
-            if isinstance(parameter, ShardedTensor) and parameter.requires_grad and not parameter._backward_hooks:
+            if isinstance(parameter, ShardedTensor) and parameter.requires_grad and not has_backward_hooks(parameter):
                 parameter.register_hook(partial(shard_gradient, parameter))
         for name, child in _callable_children(self.module, self.name):
             set_compiled_call(child, CompiledCall(child, self.ctx, self.config, name))

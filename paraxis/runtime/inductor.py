@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.source import LocalSource
-from torch._guards import TracingContext, tracing
 from torch.fx import GraphModule
 
+from ..compat.dynamo import TracingContext, name_inputs, tracing
 from ..compat.inductor import compile_graph, cpp_compile_failed
 from ..config import Config
 from ..context import ParallelExecutionCtx
@@ -36,7 +35,7 @@ def compile_program(program: GraphModule, ctx: ParallelExecutionCtx, config: Con
     lifted, grad = lifted_of(program), torch.is_grad_enabled()
     options = inductor_options(ctx, config)
     cuda_graphs = bool(options.get("triton.cudagraphs")) and not lifted.dynamic
-    _describe_arguments(program, lifted)
+    name_inputs(program, _static_inputs(lifted))
     # Without gradients the CUDA graphs are our own: Inductor's copy what they are called with.
     options = {**options, "triton.cudagraphs": cuda_graphs and grad, **lifted.inductor}
     with tracing(TracingContext(lifted.fake_mode)):
@@ -128,13 +127,7 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], pool: Any = None) -> C
     return run
 
 
-def _describe_arguments(program: GraphModule, lifted: Lifted) -> None:
-    """Say what Dynamo would: which arguments have a fixed address, so that CUDA graphs need not copy them."""
-    program.meta["dynamo_compile_id"] = "paraxis"
-    sources = {name: LocalSource(name) for name, _ in [*program.named_parameters(), *program.named_buffers()]}
-    program._param_name_to_source = sources  # type: ignore[assignment]
-    first = len(lifted.parameters)
-    for i, node in enumerate(program.graph.find_nodes(op="placeholder")):
-        node._dynamo_source = LocalSource(f"argument_{i}")
-        if i < first or lifted.inputs[i - first] in lifted.written:
-            node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
+def _static_inputs(lifted: Lifted) -> set[int]:
+    """The arguments of a lifted program that have a fixed address, so that CUDA graphs need not copy them."""
+    count = len(lifted.parameters)
+    return {*range(count), *(count + i for i, position in enumerate(lifted.inputs) if position in lifted.written)}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compat.torch import has_compiled_call
 from ..context import ParallelExecutionCtx
 from ..distributed.collectives import broadcast
 from ..integrations.peft import has_adapters, save_adapters
@@ -31,7 +32,7 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
     model.__deepcopy__ = model_copier(model, call, install_model_methods)
     redirect_forward(model, call)
     for name, part in model.named_modules():  # a model that this one wraps generates by calling itself
-        if name and hasattr(type(part), "generate") and part._compiled_call_impl is None:
+        if name and hasattr(type(part), "generate") and not has_compiled_call(part):
             redirect_forward(
                 part, compiled_call_of(part, ctx, call.config, f"{call.name}.{name}" if call.name else name)
             )

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.torch import COMPILED_CALL, set_compiled_call
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel import setup_data_parallel
@@ -30,7 +31,7 @@ _BOUND = {
     "_apply",
     "_original_forward",
     "_is_accelerate_prepared",
-    "_compiled_call_impl",
+    COMPILED_CALL,
     "__deepcopy__",
 }
 """Attributes of a parallel model that belong to this one object: a copy gets its own."""
@@ -47,7 +48,7 @@ def redirect_forward(model: nn.Module, call: CompiledCall) -> None:
     """Make the model's forward run its program."""
     own = call.forward
     if own is None:
-        model._compiled_call_impl = call  # type: ignore[assignment]
+        set_compiled_call(model, call)
         return
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

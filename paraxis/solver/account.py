@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import prod
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import pytree
 from ..placement import PARTIAL, REPLICATE, Partial, Placement, Replicate
 from ..rules import Unplaced
 from .cost import CostModel, collective_between, nbytes

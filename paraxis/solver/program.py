@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import pytree
 from ..graph.mutation import IN_PLACE, written_input
 from ..placement import Placement
 from ..rules import Call, Tensor

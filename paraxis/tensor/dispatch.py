@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import DisableTorchFunctionSubclass, operator_name, pytree, schema_of
 from ..distributed.random import RandomState
 from .grad_scaler import unscale
 from .norms import norms
@@ -55,7 +55,7 @@ _FUSED = ("_fused_adam", "_fused_sgd", "_fused_adagrad")
 
 
 def _is_elementwise(func: Any) -> bool:
-    name = func._schema.name.removeprefix("aten::")
+    name = operator_name(func).removeprefix("aten::")
     if name.startswith("_foreach_"):
         return not any(word in name for word in _REDUCING_FOREACH)
     return func in _LIKE or torch.Tag.pointwise in func.tags or name.startswith(_FUSED)
@@ -64,7 +64,7 @@ def _is_elementwise(func: Any) -> bool:
 def _writes(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operator writes to."""
     written = []
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[i] if i < len(args) else kwargs.get(argument.name))
     return [x for x in pytree.tree_leaves(written) if isinstance(x, torch.Tensor)]
@@ -78,7 +78,7 @@ def _runs_on_shards(func: Any, args: Any, kwargs: Any, sharded: list[ShardedTens
         return False
     if any(not isinstance(x, ShardedTensor) and x.ndim for x in _writes(func, args, kwargs)):
         return False  # it writes to a replicated tensor: a slice of the result is not enough
-    if func._schema.name.startswith("aten::_f"):
+    if operator_name(func).startswith("aten::_f"):
         return all(_same_placement(row) for row in _rows(args))
     first = sharded[0]
     if len(sharded) == 1 and func in _SAME:
@@ -134,7 +134,7 @@ def _on_shards(func: Any, args: Any, kwargs: Any, like: ShardedTensor) -> Any:
         func, args = aten.empty_like.default, (args[0],)
     if func in _SAME:
         return ShardedTensor(func(like._local), like._spec, like.shape)
-    if func._schema.name.startswith("aten::_f"):
+    if operator_name(func).startswith("aten::_f"):
         return _foreach_on_shards(func, args, kwargs)
     wrappers: dict[int, ShardedTensor] = {}
 
@@ -171,7 +171,7 @@ class GatheredView(torch.Tensor):
                 f"{name} on a view of a sharded tensor would change a gathered copy and be lost. Write to the tensor "
                 "itself (`tensor[index] = value`, `tensor.copy_(...)`), or to `tensor.to_local()`."
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 
@@ -206,9 +206,9 @@ def _replicated(func: Any, args: Any, kwargs: Any) -> Any:
         result = RandomState(world_group, tensor.device).run(func, False, *full_args, **full_kwargs)
     else:
         result = func(*full_args, **full_kwargs)
-    if any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns):
+    if any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(func).returns):
         return pytree.tree_map(lambda x: x.as_subclass(GatheredView) if isinstance(x, torch.Tensor) else x, result)
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         for tensor, full in gathered:
             tensor._local.copy_(shard_of(full, tensor))
             if result is full:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..compat.distributed import strided_shard
 from ..distributed.dp_shard import DPShard
 from ..distributed.mesh import DP, TP
 from ..placement import Layout
@@ -51,6 +51,6 @@ def _on_mesh(dp_shard: DPShard, over_tp: Any, tp_size: int) -> list[Any]:
     names = dp_shard.mesh.mesh_dim_names or ()
     over_dp: Any = Shard(dp_shard.dim)
     if over_tp == over_dp and names.index(DP) < names.index(TP):  # Paraxis shards over tp first, then over dp
-        over_dp = _StridedShard(dp_shard.dim, split_factor=tp_size)
+        over_dp = strided_shard(dp_shard.dim, tp_size)
     placements = {DP: over_dp, TP: over_tp}
     return [placements[name] for name in names]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..compat.torch import schema_of
 from ..distributed.collectives import all_reduce
 from .sharded_tensor import ShardedTensor
 
@@ -19,7 +20,7 @@ def unscale(func: Any, args: Any, kwargs: Any) -> Any:
     """Unscale the shards in place and note infinity anywhere; NotImplemented for any other operator."""
     if func is not UNSCALE:
         return NotImplemented
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     gradients, found = arguments["self"], arguments["found_inf"]
     func([x._local if isinstance(x, ShardedTensor) else x for x in gradients], found, arguments["inv_scale"])

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..compat.torch import schema_of
 from ..distributed.collectives import all_reduce
 from ..distributed.redistribute import copies_of
 from ..placement import Shard
@@ -27,7 +28,7 @@ def norms(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of a norm over all elements, or of several; NotImplemented for anything else."""
     if func not in NORMS:
         return NotImplemented
-    arguments = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)} | dict(kwargs)
+    arguments = {a.name: v for a, v in zip(schema_of(func).arguments, args, strict=False)} | dict(kwargs)
     order = arguments.get("ord", 2)
     tensors = arguments["self"] if func is aten._foreach_norm.Scalar else [arguments["self"]]
     plain = arguments.get("dim") is None and not arguments.get("keepdim", False)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import pytree, schema_of
 from ..placement import Replicate, Shard
 from ..rules import Call, InputPlacement, Tensor, rule_for
 from .sharded_tensor import ShardedTensor, ShardSpec
@@ -23,7 +23,7 @@ def dispatch_by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     rule = rule_for(func)
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     sharded = [x for x in tensors if isinstance(x, ShardedTensor)]
-    if rule is None or func._schema.is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
+    if rule is None or schema_of(func).is_mutable or torch.Tag.nondeterministic_seeded in func.tags:
         return NotImplemented
     if any(x.requires_grad or getattr(x._spec, "name", None) for x in sharded):
         return NotImplemented

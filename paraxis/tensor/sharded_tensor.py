@@ -16,10 +16,9 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
+from ..compat.torch import FakeTensor, make_wrapper_subclass, mark_as_parameter, pytree
 from ..distributed.dp_shard import DPShard
 from ..distributed.redistribute import slice_box, sum_copies
 from ..placement import Placement, Shard, local_shape
@@ -68,7 +67,7 @@ class ShardedTensor(torch.Tensor):
         size: Sequence[int],
         requires_grad: bool = False,
     ) -> ShardedTensor:
-        tensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: Any = make_wrapper_subclass(
             cls, tuple(size), dtype=local.dtype, device=local.device, requires_grad=requires_grad
         )
         tensor._local = local
@@ -153,7 +152,8 @@ class ShardedTensor(torch.Tensor):
             spec = replace(self._spec, source=None) if meta else self._spec  # type: ignore[type-var]
             copied: Any = ShardedTensor(self._local.detach().clone(), spec, self.shape, self.requires_grad)
             if meta:
-                copied._is_param, copied.meta_info = True, spec
+                mark_as_parameter(copied)
+                copied.meta_info = spec
             if self.grad is not None:
                 copied.grad = deepcopy(self.grad, memo)
             memo[id(self)] = copied

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..compat.torch import current_graph_task
 from ..distributed.dp_shard import DPShard
 from ..distributed.redistribute import gather_box, slice_box
 from ..placement import Placement
@@ -55,7 +56,7 @@ def shard_of(full: torch.Tensor, like: ShardedTensor) -> torch.Tensor:
     local = slice_box(full, like.placement, dist.get_rank(like._spec.group))
     if like.dp_shard is None:
         return local
-    if torch._C._current_graph_task_id() != -1:
+    if current_graph_task() != -1:
         raise RuntimeError(
             f"a gradient of shape {tuple(full.shape)} comes in part from a compiled graph and in part from Python "
             "code that read the parameter directly. data_parallel='shard' cannot add these: use 'replicate'."

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..compat.torch import storage_key
+
 if TYPE_CHECKING:
     from .sharded_tensor import ShardedTensor
 
@@ -49,7 +51,7 @@ def unshard(parameter: ShardedTensor) -> torch.Tensor:
     assert dp_shard is not None
     shard = dp_shard.unshard(parameter._local)
     storage = shard.untyped_storage()
-    address = storage._cdata
+    address = storage_key(storage)
     _parameter_of[address] = weakref.ref(storage, lambda _: _parameter_of.pop(address, None)), parameter
     return shard
 
@@ -77,7 +79,7 @@ def unsharded_for_inference(parameters: Iterable[Any]) -> Iterator[None]:
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    found = _parameter_of.get(tensor.untyped_storage()._cdata) if _parameter_of else None
+    found = _parameter_of.get(storage_key(tensor.untyped_storage())) if _parameter_of else None
     if found is None or tensor.dtype != found[1].dtype:
         return tensor
     parameter = found[1]

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.transformers import implementations
+
 MAX_FILES = 200
 """Files of each kind; the least recently used ones are deleted."""
 
@@ -84,8 +86,7 @@ def key_of(model: nn.Module, *, code: bool = True, **others: Any) -> str | None:
 def _settings(config: Any) -> dict[str, Any]:
     """A configuration without its path, and with the implementations that ``to_dict`` leaves out."""
     settings = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    chosen = [getattr(config, name, None) for name in ("_attn_implementation", "_experts_implementation")]
-    return {**settings, "computed by": chosen}
+    return {**settings, "computed by": implementations(config)}
 
 
 @cache

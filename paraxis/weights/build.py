@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.transformers import dtype_by_name
 from ..context import EngineState, ParallelExecutionCtx
 from ..tensor.sharded_tensor import ShardedTensor
 from .hub import load_config_and_class, resolve_checkpoint
@@ -33,16 +34,11 @@ def build_model(folder: Path, model_args: Sequence[Any], torch_dtype: Any, kwarg
 
 def _cast_exceptions(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters and buffers for which the model's class requires another dtype than the rest has."""
-    from transformers.core_model_loading import build_glob_alternation
-
-    exceptions = model._get_dtype_plan(dtype)  # type: ignore[operator]
-    if not exceptions:
-        return
-    pattern, globs, _ = build_glob_alternation(list(exceptions))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found = pattern.search(name)
-        if found is not None and found.lastgroup is not None and tensor.is_floating_point():
-            tensor.data = tensor.data.to(exceptions[globs[found.lastgroup]])
+    tensors: list[tuple[str, torch.Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+    exceptions = dtype_by_name(model, dtype, [name for name, _ in tensors])
+    for name, tensor in tensors:
+        if name in exceptions and tensor.is_floating_point():
+            tensor.data = tensor.data.to(exceptions[name])
 
 
 def build_on_meta(source: Any, torch_dtype: Any, kwargs: Mapping[str, Any]) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..compat.transformers import init_weights_of, keys_to_ignore_on_load, keys_to_ignore_on_save
 from ..distributed.consensus import all_gather_object
 from ..distributed.redistribute import slice_box
 from .load import _finish, _meta_of, storage_placement
@@ -83,8 +84,7 @@ def _fill(
 
 def optional_parameters(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Those of ``names`` that checkpoints of this model need not have (fixed sinusoids, for example)."""
-    fields = ("_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save")
-    patterns = [pattern for field in fields for pattern in (getattr(model, field, None) or ())]
+    patterns = [*keys_to_ignore_on_load(model), *keys_to_ignore_on_save(model)]
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
@@ -104,15 +104,15 @@ def new_head_parameters(model: nn.Module, missing: list[str], stored: set[str]) 
 
 
 def model_init_fn(model: Any, name: str) -> Callable[[torch.Tensor], Any]:
-    """A function that initializes a tensor as the model's own ``_init_weights`` initializes the parameter ``name``."""
+    """A function that initializes a tensor as the model's own code initializes the parameter ``name``."""
     path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
+    module, init_weights = model.get_submodule(path), init_weights_of(model)
 
     def fill(tensor: torch.Tensor) -> None:
         stand_in = copy.copy(module)
         own = {key: None if p is None else nn.Parameter(torch.empty(p.shape)) for key, p in module._parameters.items()}
         stand_in.__dict__["_parameters"] = own
-        model._init_weights(stand_in)
+        init_weights(stand_in)  # type: ignore[misc]
         tensor.copy_(own[leaf])  # type: ignore[arg-type]
 
     return fill

@@ -7,12 +7,12 @@ all models, which take as long to build as reading a gigabyte. So the result is 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
+from ..compat.transformers import conversion_tables_are_built
 from ..utils import disk_cache
 from .convert import Conversion, find_conversions
 from .weight_map import header_of, match_parameters
@@ -41,7 +41,7 @@ def match(
     """
     prefix = getattr(model, "base_model_prefix", "")
     key = None
-    if read_cache and not _tables_are_built():  # built tables are fast, and the user may have changed them
+    if read_cache and not conversion_tables_are_built():  # built tables are fast, and the user may have changed them
         names = {name: list(tied.get(name, [name])) for name in params}
         key = disk_cache.key_of(model, parameters=names, keys=list(weight_map))
     known = disk_cache.read(NAMES, key)
@@ -52,9 +52,3 @@ def match(
     if write_cache and not conversions:
         disk_cache.write(NAMES, key, keys)
     return keys, conversions
-
-
-def _tables_are_built() -> bool:
-    """Whether transformers has built its tables in this process; also True if that is unknown."""
-    built = getattr(sys.modules.get("transformers.conversion_mapping"), "_checkpoint_conversion_mapping_cache", False)
-    return built is not None

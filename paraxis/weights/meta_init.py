@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..compat.torch import is_traceable_wrapper_subclass, make_subclass, mark_as_parameter
+from ..compat.transformers import initialize_weights_slot
 from ..tensor.parameter_meta import ParameterMeta
 from ..tensor.sharded_tensor import ShardedTensor
 
@@ -68,11 +69,11 @@ def _size_in_bytes(args: Any, kwargs: Any) -> int:
 
 def _on_meta(param: nn.Parameter) -> nn.Parameter:
     """The parameter on ``meta`` that stands for ``param``: the same one each time, so that ties survive."""
-    known = param.__dict__.get("_on_meta")
+    known: Any = param.__dict__.get("_on_meta")
     if known is None:
-        # `_make_subclass` preserves the class of the parameter without calling its constructor.
+        # `make_subclass` preserves the class of the parameter without calling its constructor.
         data = torch.empty_like(param.data, device="meta")
-        known = torch.Tensor._make_subclass(type(param), data, param.requires_grad)
+        known = make_subclass(type(param), data, param.requires_grad)
         known.__dict__.update(param.__dict__)
         param.__dict__["_on_meta"] = known
     return known
@@ -131,10 +132,8 @@ class MetaAwareMethodsPatcher:
         # Deterministic mode fills the results of `torch.empty`, which would touch the memory of every parameter.
         cls._patch(torch.utils.deterministic, "fill_uninitialized_memory", False)
         if "transformers" in sys.modules:
-            from transformers import PreTrainedModel
-
-            initialize = PreTrainedModel._initialize_weights
-            cls._patch(PreTrainedModel, "_initialize_weights", cls._initializing(initialize))
+            owner, name = initialize_weights_slot()
+            cls._patch(owner, name, cls._initializing(getattr(owner, name)))
 
     @classmethod
     def _registering(cls, register: _Register) -> _Register:
@@ -236,7 +235,7 @@ def move_model_to_device(model: nn.Module, device: torch.device) -> None:
 def _empty_parameter(local: torch.Tensor, meta: ParameterMeta, requires_grad: bool) -> Any:
     """A parameter around a sharded tensor. ``nn.Parameter(...)`` would detach it and lose the metadata."""
     param: Any = ShardedTensor(local, meta, meta.shape, requires_grad=requires_grad)
-    param._is_param = True  # makes it an instance of nn.Parameter
+    mark_as_parameter(param)
     param.meta_info = meta
     return param
 

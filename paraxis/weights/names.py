@@ -8,6 +8,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..compat.transformers import checkpoint_conversions
+
 
 class CheckpointNames:
     """From keys of a checkpoint to names of parameters.
@@ -60,12 +62,7 @@ def transforms(model: nn.Module | None) -> tuple[list[Any], list[Any]]:
         return [], []
     if model in _known:
         return _known[model]
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-    found: list[Any] = list(get_model_conversion_mapping(model))
-    renamings = [t for t in found if isinstance(t, WeightRenaming)]
-    _known[model] = renamings, [t for t in found if isinstance(t, WeightConverter)]
+    _known[model] = checkpoint_conversions(model)
     return _known[model]
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.transformers import keys_to_ignore_on_save, revert_weight_conversion
 from ..context import ParallelExecutionCtx
 from ..distributed.consensus import on_all_ranks
 from ..errors import CheckpointError
@@ -99,7 +100,7 @@ def entries(model: Any) -> dict[str, Any]:
 
     found: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     found |= dict(persistent_buffers(model))
-    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+    for name in keys_to_ignore_on_save(model):
         found.pop(name, None)
     shapes = {name: _plain(value) for name, value in found.items()}
     saved = remove_tied_weights_from_state_dict(shapes, model)
@@ -129,8 +130,6 @@ def convert(model: Any, state: State, original: bool) -> State:
     """The tensors of the checkpoint for some parameters."""
     if not original:
         return state
-    from transformers.core_model_loading import revert_weight_conversion
-
     return {name: tensor.contiguous() for name, tensor in revert_weight_conversion(model, dict(state)).items()}
 
 

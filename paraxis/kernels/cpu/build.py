@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._ops import _len_torch_dispatch_stack_pre_dispatch
-from torch.autograd import forward_ad
+
+from ...compat.inductor import load_cpp_library
 
 LANES = 8
 """Floats of a vector: kernels need a multiple of this number of features."""
@@ -22,32 +22,16 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 @cache
 def load_kernel(name: str) -> Any:
     """The function of ``name``.cpp, which takes a pointer to a structure; None where it cannot be compiled."""
-    from torch._inductor.codecache import CppCodeCache
-
     here = Path(__file__).parent
     source = (here / "vectors.h").read_text() + (here / f"{name}.cpp").read_text()
     try:
-        library = CppCodeCache.load(source)
+        library = load_cpp_library(source)
     except Exception as error:  # no compiler, or one without vector extensions or OpenMP
         logging.getLogger("paraxis").info("torch's kernel is used instead of %s.cpp: %s", name, error)
         return None
     function = library.run
     function.restype = None
     return function
-
-
-def must_use_aten() -> bool:
-    """Whether torch's own operators must run: something differentiates, traces, counts, casts or batches them."""
-    return (
-        torch.is_grad_enabled()
-        or torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch.is_autocast_enabled("cpu")
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-        or _len_torch_dispatch_stack_pre_dispatch() > 0
-    )
 
 
 @cache

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...compat.torch import mkldnn_enabled
 from .build import cpu_vendor, is_plain
 
 MIN_MULTIPLICATIONS = 1 << 23
@@ -23,7 +24,7 @@ def is_faster(multiplications: int) -> bool:
     """Whether oneDNN is faster. By a rule, not by measuring: all ranks must choose the same kernel."""
     if multiplications < MIN_MULTIPLICATIONS or cpu_vendor() != "AuthenticAMD":
         return False
-    return torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    return torch.backends.mkldnn.is_available() and mkldnn_enabled()
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ...compat.torch import must_use_aten
 from . import gemm_onednn
-from .build import call_struct, cpu_vendor, is_plain, load_kernel, must_use_aten
+from .build import call_struct, cpu_vendor, is_plain, load_kernel
 
 MAX_ROWS = 4
 """With more rows a matmul is bound by arithmetic, not by reading the weight."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...compat.triton import gdc_launch_dependents, gdc_wait
 
 BLOCK = 32
 """Keys of a tile."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ...compat.triton import gdc_launch_dependents, gdc_wait
 
 MAX_WEIGHTS = 3
 """Weights per kernel: query, key and value."""

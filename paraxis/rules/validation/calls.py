@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...compat.torch import OpOverload, TorchDispatchMode, operator_database, overload_of, schema_of
 from ..base import Sample
 from .run import tensors_in
 
@@ -33,7 +33,7 @@ def from_schema(op: Any, shapes: Shapes, dtype: torch.dtype) -> tuple[list[Any],
     turn = iter([*shapes, *[shapes[-1]] * 8])
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for argument in op._schema.arguments:
+    for argument in schema_of(op).arguments:
         kind = str(argument.type)
         if argument.has_default_value() and kind != "Tensor":
             if not argument.kwarg_only:
@@ -81,7 +81,7 @@ def working_call(op: Any, shapes: Shapes) -> tuple[list[Any], dict[str, Any]] | 
 def pointwise_overloads(rules: Iterable[Any]) -> Iterator[Any]:
     """The operators among the registered ones that torch tags as pointwise."""
     for op in rules:
-        if isinstance(op, torch._ops.OpOverload) and torch.Tag.pointwise in op.tags:
+        if isinstance(op, OpOverload) and torch.Tag.pointwise in op.tags:
             yield op
 
 
@@ -101,8 +101,8 @@ def schema_samples(target: Any) -> list[Sample]:
     Tensors have shapes that operators usually take together: all equal, matrices that can be multiplied, vectors along
     the last or the first dimension of the first. Every call of this function draws new values.
     """
-    target = getattr(target, "_opoverload", target)
-    arguments = target._schema.arguments
+    target = overload_of(target)
+    arguments = schema_of(target).arguments
     kinds = [str(a.type) for a in arguments]
     optional = {k for k, kind in enumerate(kinds) if kind == "Optional[Tensor]"}
     found: list[Sample] = []
@@ -120,7 +120,7 @@ def schema_samples(target: Any) -> list[Sample]:
 
 def _variants(target: Any, tensors: Sequence[int], shapes: Shapes) -> list[Sample]:
     """Calls with tensors of these shapes, in the first dtypes that the operator supports."""
-    arguments = target._schema.arguments
+    arguments = schema_of(target).arguments
     for dtypes in _dtypes(len(tensors)):
         found = []
         for values in _numbers(arguments):
@@ -241,11 +241,10 @@ def recorded_calls(operators: Iterable[Any], limit: int = 2) -> dict[Any, list[S
 
 
 def _record(recorder: _Recorder) -> None:
-    database = importlib.import_module("torch.testing._internal.common_methods_invocations").op_db
     torch.manual_seed(0)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for op in database:
+        for op in operator_database():
             if torch.float64 not in op.dtypes:
                 continue
             try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...compat.torch import OpOverloadPacket, overload_of
 from ...errors import UnsoundRuleError
 from ...placement import PARTIAL, REPLICATE, SHARED, Layout, Partial, Placement, Shard
 from ..base import UNPLACED, Call, InputPlacement, Rule, Sample, Samples, Strategy, draws
@@ -250,5 +251,5 @@ def sample_calls(samples: Samples) -> list[Sample]:
 
 
 def _overload(target: Any) -> Any:
-    target = getattr(target, "_opoverload", target)
-    return target.default if isinstance(target, torch._ops.OpOverloadPacket) else target
+    target = overload_of(target)
+    return target.default if isinstance(target, OpOverloadPacket) else target

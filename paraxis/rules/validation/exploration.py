@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...compat.torch import overload_of, schema_or_none
 from ...placement import REPLICATE, SHARED, Layout, Placement
 from ..base import Call, Sample, Strategy, Tensor, draws
 from ..registry import accepts_unplaced, rule_for
@@ -83,7 +84,7 @@ def _options(tensor: Tensor, repeats: Iterable[int]) -> list[Entry]:
 
 def _local_options(call: Call) -> list[tuple[str, ...]]:
     """Which integers to make local: none of them, each alone, all together."""
-    schema = getattr(call.target, "_schema", None)
+    schema = schema_or_none(call.target)
     names = [a.name for a in schema.arguments if str(a.type) in ("int", "SymInt")] if schema is not None else []
     names = [name for name in names if type(value := argument(call, name)[1]) is int and value >= 2]
     alone = [(name,) for name in names]
@@ -220,7 +221,7 @@ def missing(target: Any, *args: Any, **kwargs: Any) -> list[str]:
 
     Found by trial and error on two ranks, and confirmed on two and three.
     """
-    target = getattr(target, "_opoverload", target)
+    target = overload_of(target)
     sample = Sample(target, args, kwargs)
     trial = Trial.of(target, args, kwargs, 2)
     lines = confirm(candidates(sample), [sample], worlds=(2, 3))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...compat.torch import OpOverloadPacket, overload_of, schema_of
 from ..base import Sample, draws
 from ..table import Entry, Line
 from .calls import schema_samples
@@ -31,8 +32,8 @@ def propose(target: Any, samples: SampleSource | None = None) -> str:
     Without ``samples``, calls are generated from the schema of the operator. A line that holds for all of them may
     still be wrong for arguments that none of them has: pass samples that cover those.
     """
-    target = getattr(target, "_opoverload", target)
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    target = overload_of(target)
+    if isinstance(target, OpOverloadPacket):
         target = target.default
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -50,7 +51,7 @@ def propose(target: Any, samples: SampleSource | None = None) -> str:
 
 def _hopeless(target: Any, calls: Sequence[Sample]) -> str | None:
     """Why no rule can be found, if that is known beforehand."""
-    if target._schema.is_mutable:
+    if schema_of(target).is_mutable:
         return "it writes into its arguments"
     if not calls:
         return "no call could be generated from its schema; pass some: propose(target, samples=[sample(target, ...)])"

@@ -13,8 +13,8 @@ from functools import lru_cache, reduce
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ...compat.torch import pytree
 from ...placement import Layout, Partial, Placement, Replicate, Shard, local_shape
 from ..base import Call, Localize, Strategy, Tensor, draws
 

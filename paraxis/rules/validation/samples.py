@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...compat.transformers import grouped_mm_fallback
 from ..base import Sample
 from ..base import sample as call
 from .draw import b, f, i
@@ -126,9 +127,7 @@ def matmuls() -> list[Sample]:
 
 def grouped() -> list[Sample]:
     """The experts of a mixture of experts."""
-    import transformers.integrations.moe  # noqa: F401 -- defines the operator
-
-    op = torch.ops.transformers.grouped_mm_fallback.default
+    op = grouped_mm_fallback()
     ends = torch.tensor([2, 2, 5, 7], dtype=torch.int32)
     return [call(op, f(7, 8), f(4, 8, 12), ends), call(op, f(7, 6), f(4, 6, 4), ends)]
 

@@ -30,14 +30,6 @@ def test_plain_tensors() -> None:
         assert not build.is_plain(other)
 
 
-def test_aten_must_run_where_something_observes_it() -> None:
-    with torch.no_grad():
-        assert not build.must_use_aten()
-        with torch.autocast("cpu", torch.bfloat16):
-            assert build.must_use_aten()
-    assert build.must_use_aten()  # autograd
-
-
 def test_call_struct_lays_out_arguments_by_kind() -> None:
     call = build.call_struct("a b", "n", "scale")(1, 2, 3, 0.5)
     assert (call.a, call.b, call.n, call.scale) == (1, 2, 3, 0.5)

@@ -1,0 +1,140 @@
+"""What Dynamo's sources tell about guards, and its other private names."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.source import (
+    AttrSource,
+    DictGetItemSource,
+    GetItemSource,
+    GlobalSource,
+    LocalSource,
+    SubclassAttrListSource,
+    TypeSource,
+)
+from torch.fx import Graph, GraphModule
+
+from paraxis.compat import dynamo as compat
+
+model = LocalSource("model")
+
+
+def test_every_name_exists() -> None:
+    assert all(hasattr(compat, name) for name in compat.__all__)
+
+
+def test_inside_of_a_tensor_subclass() -> None:
+    weight = AttrSource(model, "weight")
+    assert compat.subclass_owner(AttrSource(weight, "_inner"), "_inner") == weight
+    assert compat.subclass_owner(SubclassAttrListSource(weight), "_inner") == weight
+    assert compat.subclass_owner(GetItemSource(SubclassAttrListSource(weight), 0), "_inner") == weight
+    assert compat.subclass_owner(AttrSource(weight, "other"), "_inner") is None
+    assert compat.subclass_owner(weight, "_inner") is None and compat.subclass_owner(None, "_inner") is None
+
+
+def test_attributes_of_classes() -> None:
+    of_class = AttrSource(TypeSource(AttrSource(model, "layer")), "forward")
+    assert compat.is_class_attribute_of_local(of_class)
+    assert not compat.is_class_attribute_of_local(AttrSource(model, "layer"))
+    assert not compat.is_class_attribute_of_local(AttrSource(TypeSource(GlobalSource("torch")), "nn"))
+    assert compat.is_training_flag(AttrSource(model, "training"))
+    assert not compat.is_training_flag(DictGetItemSource(model, "training"))
+
+
+def test_attributes_of_global_modules() -> None:
+    source = AttrSource(GlobalSource("alias"), "_is_fastpath_enabled")
+    name, mha = "_is_fastpath_enabled", torch.backends.mha
+    assert compat.attribute_of_global(source, mha, name, {"alias": mha})
+    assert not compat.attribute_of_global(source, mha, name, {"alias": torch})
+    assert not compat.attribute_of_global(source, mha, name, {})
+    assert not compat.attribute_of_global(source, mha, "other", {"alias": mha})
+    assert not compat.attribute_of_global(AttrSource(model, name), mha, name, {"model": mha})
+
+
+class Small(nn.Module):
+    factor = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.relu(self.layer(x)) * self.factor
+
+
+def test_guards_of_a_compilation() -> None:
+    """The questions have an answer on this version of torch: each is true for some guard."""
+    seen: list[Any] = []
+
+    def guards(entries: Any) -> list[bool]:
+        seen.extend(entries)
+        return [True] * len(entries)
+
+    compiled = torch.compile(lambda model, x: model(x), backend="eager", options={"guard_filter_fn": guards})
+    compiled(Small(), torch.ones(1, 2))
+    sources = [compat.source_of(e) for e in seen]
+    assert all(source is not None for source in sources)
+    for question in (compat.is_class_attribute_of_local, compat.is_training_flag):
+        assert any(map(question, sources)), question
+    for question in (compat.guards_torch_module, compat.guards_global_constant):
+        assert any(map(question, seen)), question
+    assert not any(map(compat.guards_subclass_metadata, seen))
+    assert compat.source_of(object()) is None
+
+
+_logger = logging.getLogger("model")
+
+
+def test_ignored_logging(caplog: Any) -> None:
+    """Calls are dropped; no version of torch complains about the functions in its configuration."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        _logger.critical("while tracing")
+        return x + 1
+
+    compat.ignore_logging([logging.Logger.critical, logging.Logger.exception])
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_recompile_limit_is_only_raised() -> None:
+    before = torch._dynamo.config.recompile_limit
+    try:
+        compat.raise_recompile_limit(before + 5)
+        compat.raise_recompile_limit(1)
+        assert torch._dynamo.config.recompile_limit == before + 5
+    finally:
+        torch._dynamo.config.recompile_limit = before
+
+
+def test_dynamic_and_specialized_sizes() -> None:
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    for mark, expected in ((lambda x: compat.mark_maybe_dynamic(x, 0), 1), (compat.specialize, 2)):
+        graphs.clear()
+        compiled = torch.compile(lambda x: x * 2, backend=backend, fullgraph=True)
+        for length in (4, 5):
+            x = torch.ones(length, 3)
+            mark(x)
+            compiled(x)
+        assert len(graphs) == expected
+        torch._dynamo.reset()
+
+
+def test_names_of_inputs() -> None:
+    graph = Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    graph.output((a, b))
+    module = GraphModule({}, graph)
+    compat.name_inputs(module, {1})
+    assert "tensor_dict" not in a.meta and b.meta["tensor_dict"] == {"_dynamo_static_input_type": "unguarded"}
+    assert a._dynamo_source != b._dynamo_source  # type: ignore[attr-defined]

@@ -1,0 +1,69 @@
+"""Private names of Inductor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from paraxis.compat import inductor as compat
+from paraxis.kernels.cpu.build import load_kernel
+
+
+def test_every_name_exists() -> None:
+    assert all(hasattr(compat, name) for name in compat.__all__)
+
+
+def test_options_of_modes() -> None:
+    assert compat.options_of_mode("default") == {}
+    assert compat.options_of_mode("reduce-overhead")["triton.cudagraphs"] is True
+    with pytest.raises(Exception, match="no-such-mode"):
+        compat.options_of_mode("no-such-mode")
+
+
+def test_custom_pass_of_the_user() -> None:
+    from torch._inductor import config
+
+    assert not compat.has_custom_pre_pass()
+    with config.patch(post_grad_custom_pre_pass=lambda graph: None):
+        assert compat.has_custom_pre_pass()
+
+
+def test_errors() -> None:
+    from torch._inductor.exc import CppCompileError, InductorError
+
+    def wrapped(error: Exception) -> Exception:
+        wrapper = InductorError.__new__(InductorError)  # its constructor differs between versions
+        wrapper.inner_exception = error
+        return wrapper
+
+    assert compat.cpp_compile_failed(wrapped(CppCompileError(["g++"], "undeclared")))
+    assert not compat.cpp_compile_failed(wrapped(ValueError())) and not compat.cpp_compile_failed(ValueError())
+
+
+def test_compiling_a_graph() -> None:
+    if load_kernel("gemv") is None:
+        pytest.skip("needs a C++ compiler")
+    graph = Graph()
+    x = graph.placeholder("x")
+    graph.output((graph.call_function(torch.ops.aten.add.Tensor, (x, 1)),))
+    example = torch.ones(3)
+    with torch.no_grad():
+        compiled = compat.compile_graph(GraphModule({}, graph), [example], {"triton.cudagraphs": False})
+        assert torch.equal(compiled(example)[0], torch.full((3,), 2.0))
+    library = compat.load_cpp_library('extern "C" int run() { return 3; }')
+    assert library.run() == 3
+
+
+def test_the_slow_parts_are_imported_when_used() -> None:
+    """Inductor itself takes a second to import, and models that run without a compiler never need it."""
+    slow = ("torch._inductor.compile_fx", "torch._inductor.codecache", "transformers")
+    code = (
+        "import sys, paraxis.compat.inductor, paraxis.compat.transformers\n"
+        f"print([m for m in {slow} if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

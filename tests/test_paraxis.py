@@ -1,0 +1,27 @@
+"""The package itself: public names are loaded when they are first used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import paraxis
+
+
+def test_import_does_not_import_torch() -> None:
+    code = "import sys, paraxis; paraxis.__version__; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_every_public_name_is_there() -> None:
+    assert len(paraxis.__all__) > 20 and set(paraxis.__all__) <= set(dir(paraxis))
+    for name in paraxis.__all__:
+        assert getattr(paraxis, name) is not None, name
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'parallelise_model'"):
+        _ = paraxis.parallelise_model  # type: ignore[attr-defined]
