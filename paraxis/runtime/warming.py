@@ -38,7 +38,7 @@ def warm_up(
     main_input = getattr(model, "main_input_name", "input_ids")
     if main_input != "input_ids":
         raise TypeError(
-            f"{type(model).__name__} generates from {main_input}, for which there are no dummy inputs; call generate once"
+            f"{type(model).__name__} generates from {main_input}: there are no dummy inputs for it; call generate once"
         )
     for length in (prompt_length, prompt_length + 7):
         ids = torch.ones(batch_size, length, dtype=torch.int64, device=device)
