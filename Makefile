@@ -25,9 +25,8 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 # Two halves run at the same time: ranks leave a core idle now and then. In the first, many tests need no ranks.
-BESIDE := tests/rules tests/solver tests/capture tests/kernels tests/passes tests/zoo tests/distributed tests/layers \
-	tests/weights tests/plan tests/test_inputs.py tests/placement tests/report \
-	tests/test_progress.py
+BESIDE := $(addprefix tests/, capture compat data_parallel distributed export graph kernels layers optimize passes \
+	placement plan report rules solver tensor utils weights zoo)
 
 test: lint ## lint and all tests but the long ones: what every commit must pass
 	@mkdir -p build; \
