@@ -38,6 +38,7 @@ OF_THE_PROJECT = {
     "test_ranks.py": "the ranks that tests run on",
     "test_vocabulary.py": "words",
     "cli/test_help.py": "the help of every command",
+    "compat/test_private_apis.py": "no private API outside of compat/",
     "kernels/triton/test_decode_step.py": "the GPU kernels of a decode step together",
     "rules/validation/test_main.py": "the command line of the validation",
     "weights/test_killed.py": "ranks that are killed while they load or save",

@@ -27,13 +27,13 @@ def test_every_name_exists() -> None:
     assert all(hasattr(compat, name) for name in compat.__all__)
 
 
-def test_groups(four_ranks: None) -> None:
+def test_groups_have_names_and_backends(four_ranks: None) -> None:
     group = compat.default_group()
     assert group is dist.group.WORLD and compat.resolve_process_group(group.group_name) is group
     assert compat.backend_name(group, torch.device("cpu")) == "fake"
 
 
-def test_meshes(four_ranks: None) -> None:
+def test_meshes_have_a_root_and_one_flat_group(four_ranks: None) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     assert compat.root_mesh(mesh["tp"]) == mesh and compat.root_mesh(mesh) == mesh
     assert compat.flattened_group(mesh).size() == 4

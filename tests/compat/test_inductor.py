@@ -32,7 +32,7 @@ def test_custom_pass_of_the_user() -> None:
         assert compat.has_custom_pre_pass()
 
 
-def test_errors() -> None:
+def test_failed_cpp_compilation_is_recognised() -> None:
     from torch._inductor.exc import CppCompileError, InductorError
 
     def wrapped(error: Exception) -> Exception:

@@ -140,7 +140,7 @@ def test_dispatch_modes() -> None:
             assert compat.dispatch_mode_depth() == 0
 
 
-def test_others() -> None:
+def test_small_private_functions_are_there() -> None:
     assert [x.tolist() for x in compat.foreach_mul([torch.ones(1), torch.ones(2)], 1)] == [[1], [1, 1]]
     assert compat.legacy_reduction(False, True, emit_warning=False) == "sum"
     assert isinstance(compat.mkldnn_enabled(), bool)

@@ -16,7 +16,7 @@ def test_every_name_exists() -> None:
     assert all(hasattr(compat, name) for name in compat.__all__)
 
 
-def test_loggers() -> None:
+def test_logger_methods_include_those_of_transformers() -> None:
     import logging
 
     methods = compat.logger_methods()
@@ -32,7 +32,7 @@ def test_output_hooks_are_for_models_of_transformers() -> None:
     assert len(output.hidden_states) == 3
 
 
-def test_initialization() -> None:
+def test_weights_are_initialized_by_the_model() -> None:
     owner, name = compat.initialize_weights_slot()
     assert issubclass(type(tiny.build("llama")), owner) and callable(getattr(owner, name))
     model = tiny.build("llama")

@@ -82,7 +82,7 @@ def test_other_batches_and_modes(add: Append) -> None:
             assert torch.equal(add(add(cache, new), new), torch.cat([cache, new, new], 2))
 
 
-def test_gradients() -> None:
+def test_gradients_pass_through_an_append() -> None:
     cache, new = rows(5).requires_grad_(), rows(1)
     append(cache, new, 2).sum().backward()
     assert cache.grad is not None

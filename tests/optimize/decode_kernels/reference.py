@@ -5,6 +5,7 @@ With Triton installed the real operators are registered, and the tests run on th
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
@@ -99,7 +100,7 @@ def register() -> None:
             writes = _WRITTEN.get(function.__name__, ())
             torch.library.custom_op(f"paraxis::{function.__name__}", function, mutates_args=writes)
         sys.modules[name] = ModuleType(name)
-        setattr(sys.modules.setdefault("paraxis.kernels.triton", ModuleType("")), module, sys.modules[name])
+        setattr(importlib.import_module("paraxis.kernels.triton"), module, sys.modules[name])
 
 
 def rewrite_on_cpu(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> tuple[GraphModule, list[str]]:
