@@ -9,6 +9,7 @@ of a class that they do not know answers no, so that its guard stays.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "TorchRuntimeError",
     "TracingContext",
     "attribute_of_global",
+    "buffer_of",
     "detect_fake_mode",
     "guards_global_constant",
     "guards_subclass_metadata",
@@ -43,6 +45,7 @@ __all__ = [
     "is_training_flag",
     "mark_maybe_dynamic",
     "name_inputs",
+    "parameter_of",
     "raise_recompile_limit",
     "source_of",
     "specialize",
@@ -146,6 +149,28 @@ def attribute_of_global(source: Any, owner: ModuleType, name: str, namespace: Ma
     if type(source) is not AttrSource or source.member != name or type(source.base) is not GlobalSource:
         return False
     return namespace.get(source.base.global_name) is owner
+
+
+# -- names of placeholders -----------------------------------------------------------------------------------------
+# Dynamo names a placeholder after its source: ``L_model_modules_layers_modules_0_parameters_weight_``.
+
+
+def parameter_of(placeholder: str) -> str | None:
+    """The qualified name of the parameter that a placeholder is called after; None if it is called after no parameter.
+
+    An underscore in the name of a module cannot be told from a dot: the metadata of a parameter, if any, is exact.
+    """
+    if "_parameters_" not in placeholder:
+        return None
+    path, _, leaf = placeholder.rpartition("_parameters_")
+    modules = path.split("_modules_")[1:] if "_modules_" in path else [path]
+    return ".".join([*modules, leaf.rstrip("_")]) if leaf else placeholder
+
+
+def buffer_of(placeholder: str) -> str | None:
+    """The qualified name of the buffer of a submodule that a placeholder is called after; None if it is not."""
+    match = re.fullmatch(r"L_model_modules_(.*)_buffers_(.*?)_*", placeholder)
+    return f"{'.'.join(match[1].split('_modules_'))}.{match[2]}" if match else None
 
 
 # -- describing a graph to Inductor --------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import operator
 
 from torch.fx import Node
 
-from ..compat.torch import OpOverload, operator_name, schema_of
+from ..compat.torch import OpOverload, is_grad_mode_switch, operator_name, schema_of
 
 IN_PLACE = "in_place"
 """In ``node.meta`` of a functional operator that replaces a write into an input: the operator that writes."""
@@ -58,4 +58,4 @@ def has_side_effect(node: Node) -> bool:
         return True
     if isinstance(node.target, OpOverload):
         return bool(schema_of(node.target).is_mutable)
-    return "grad_enabled" in str(node.target)
+    return is_grad_mode_switch(node.target)

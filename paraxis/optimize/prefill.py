@@ -200,5 +200,5 @@ def move_scalars_to_device(graph: Graph, examples: list[Any], device: torch.devi
 def _copies_to(node: Node, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a node copies a tensor of this dtype to this kind of device."""
     value = node.meta.get("val")
-    converts = str(node.target).startswith(("aten.to.", "aten._to_copy."))
+    converts = getattr(node.target, "overloadpacket", None) in (aten.to, aten._to_copy)
     return converts and isinstance(value, torch.Tensor) and value.device.type == device.type and value.dtype == dtype

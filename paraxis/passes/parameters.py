@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
+from ..compat.dynamo import parameter_of
 from ..context import ParallelExecutionCtx
 from ..placement import Placement
 from ..tensor.parameter_meta import ParameterMeta
@@ -64,7 +64,11 @@ def sharded_inputs(graph_module: GraphModule) -> dict[Node, Placement]:
 def _is_parameter(node: Node, value: torch.Tensor, example: Any) -> bool:
     if isinstance(value, ShardedTensor):
         return isinstance(value.spec, ParameterMeta)
-    return isinstance(example, nn.Parameter) or isinstance(value, nn.Parameter) or "_parameters_" in str(node.target)
+    return (
+        isinstance(example, nn.Parameter)
+        or isinstance(value, nn.Parameter)
+        or parameter_of(str(node.target)) is not None
+    )
 
 
 def _input(node: Node, name: str, value: torch.Tensor) -> ParameterInput:
@@ -83,9 +87,7 @@ def _name(node: Node, value: torch.Tensor) -> str:
     """The qualified name: from the metadata, or from the placeholder, which Dynamo names after its source."""
     if isinstance(value, ShardedTensor) and isinstance(value.spec, ParameterMeta) and value.spec.name:
         return value.spec.name
-    path, _, leaf = str(node.target).rpartition("_parameters_")
-    modules = re.split(r"_modules_", path)[1:] if "_modules_" in path else [path]
-    return ".".join([*modules, leaf.rstrip("_")]) if leaf else str(node.target)
+    return parameter_of(str(node.target)) or str(node.target)
 
 
 def _attribute(root: Any, path: str) -> Any:

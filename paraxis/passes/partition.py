@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from ..capture import mark_output_op
-from ..compat.torch import OpOverload, schema_or_none
+from ..compat.torch import OpOverload, is_grad_mode_switch, schema_or_none
 from ..context import ParallelExecutionCtx
 from ..distributed.consensus import is_rank0_only
 from ..distributed.operators import COLLECTIVES, encode, redistribution
@@ -134,7 +134,7 @@ class Partitioner:
         else:
             args, kwargs = self._plain((node.args, node.kwargs))
             self.nodes[node] = self.graph.call_function(node.target, tuple(args), dict(kwargs))  # type: ignore[arg-type]
-            if "grad_enabled" in str(node.target):
+            if is_grad_mode_switch(node.target):
                 self._forget_versions()
 
     def _emit_step(self, step: Step, strategy: Strategy) -> None:

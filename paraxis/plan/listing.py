@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from ..compat.dynamo import buffer_of
 from ..compat.torch import OpOverload, packet_name
 from ..distributed.operators import COLLECTIVES
 from ..graph.local_program import COLLECTIVE, FULL
@@ -53,10 +54,9 @@ class _Listing:
         for node in self.module.graph.find_nodes(op="placeholder"):
             if str(node.target) in self.parameters:
                 continue
-            buffer = re.fullmatch(r"L_model_modules_(.*)_buffers_(.*?)_*", str(node.target))
-            if buffer:
-                path = ".".join(buffer[1].split("_modules_"))
-                self.names[node] = f"buffers[{f'{path}.{buffer[2]}'!r}]"
+            buffer = buffer_of(str(node.target))
+            if buffer is not None:
+                self.names[node] = f"buffers[{buffer!r}]"
                 continue
             inputs.append(node)
             self.names[node] = self._fresh(re.sub(r"^l_(kwargs_|args_)?", "", node.name.lower()).strip("_"))

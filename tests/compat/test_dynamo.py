@@ -63,7 +63,7 @@ class Small(nn.Module):
         self.layer = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
-        return torch.relu(self.layer(x)) * self.factor
+        return torch.relu(self.layer(x)) * (self.factor if self.training else 1)
 
 
 def test_guards_of_a_compilation() -> None:
@@ -128,6 +128,20 @@ def test_dynamic_and_specialized_sizes() -> None:
             compiled(x)
         assert len(graphs) == expected
         torch._dynamo.reset()
+
+
+def test_names_of_placeholders() -> None:
+    """As Dynamo of this version of torch names them."""
+    names: list[str] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.find_nodes(op="placeholder"))
+        return graph
+
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval()
+    torch.compile(lambda model, x: model(x), backend=backend, fullgraph=True)(module, torch.ones(1, 2))
+    assert {"0.weight", "0.bias", "1.weight", "1.bias"} == {compat.parameter_of(name) for name in names} - {None}
+    assert {"1.running_mean", "1.running_var"} == {compat.buffer_of(name) for name in names} - {None}
 
 
 def test_names_of_inputs() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 
@@ -27,3 +27,20 @@ def assert_same_results(
     ours, theirs = ([x.clone() if isinstance(x, torch.Tensor) else x for x in inputs] for _ in range(2))
     torch.testing.assert_close(module(*ours), function(*theirs), **tolerances)
     torch.testing.assert_close(ours, theirs, **tolerances)
+
+
+def call_of(module: GraphModule, target: Any, index: int = 0) -> Node:
+    """The first call of a function or operator in a graph, or another one by its index."""
+    return module.graph.find_nodes(op="call_function", target=target)[index]
+
+
+def set_arg(node: Node, position: int, value: Any) -> None:
+    """Change an argument of a call."""
+    node.args = (*node.args[:position], value, *node.args[position + 1 :])
+
+
+def pretend(node: Node, shape: Sequence[Any] | None = None, dtype: torch.dtype | None = None) -> None:
+    """Let a node have another shape or dtype, for rewrites that look at it."""
+    value = node.meta["val"]
+    shape = value.shape if shape is None else shape
+    node.meta["val"] = torch.empty(shape, dtype=dtype or value.dtype, device="meta")

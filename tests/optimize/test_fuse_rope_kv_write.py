@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.graphs import assert_same_results, targets, trace
+from helpers.graphs import assert_same_results, call_of, pretend, set_arg, targets, trace
+from torch.fx import GraphModule, Node
 
+from paraxis.distributed.operators import take_shard
 from paraxis.optimize.fuse_rope_kv_write import fuse_rope_kv_write, merge_cache_counters
 from paraxis.optimize.prefill import drop_causal_masks
 
@@ -237,4 +239,193 @@ def test_the_same_layer_without_changes_is_fused() -> None:
     inputs = draw()
     module = trace(model, inputs)
     assert fuse_rope_kv_write(module) == 1
+    assert_same_results(module, model, inputs)
+
+
+# -- every condition, violated alone ---------------------------------------------------------------------------------
+
+SDPA = aten.scaled_dot_product_attention.default
+
+
+def inputs_of(module: GraphModule) -> list[Node]:
+    """Query, key, value, cosines, sines and the counter."""
+    return module.graph.find_nodes(op="placeholder")
+
+
+def keys_of(module: GraphModule) -> Node:
+    """The write of the keys; that of the values is the next one."""
+    return call_of(module, aten.index_put.default)
+
+
+def values_of(module: GraphModule) -> Node:
+    return call_of(module, aten.index_put.default, 1)
+
+
+def graph(length: int | None = None) -> GraphModule:
+    """A layer that is fused, unless it is changed; attention may read the first rows of the caches alone."""
+
+    def model(q: Any, k: Any, v: Any, cos: Any, sin: Any, count: Any) -> tuple[torch.Tensor, ...]:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        query, key = rope(q, cos, sin), rope(k, cos, sin)
+        at = torch.arange(ROWS) + count
+        caches = [aten.index_put(torch.zeros(2, 2, LENGTH, FEATURES), [None, None, at], x) for x in (key, v)]
+        keys, values = (x[:, :, None].expand(2, 2, 2, -1, -1).reshape(2, 4, *x.shape[2:]) for x in caches)
+        if length is not None:
+            keys, values = keys[:, :, 0:length], values[:, :, 0:length]
+        return F.scaled_dot_product_attention(query, keys, values), *caches
+
+    return trace(model, draw(2))
+
+
+@pytest.mark.parametrize("length", [None, ROWS])
+def test_graph_of_the_conditions_below_is_fused(length: int | None) -> None:
+    assert fuse_rope_kv_write(graph(length)) == 1
+
+
+def other_start_of_values(module: GraphModule) -> None:
+    """A position of its own, which has the same value."""
+    with module.graph.inserting_before(inputs_of(module)[0]):
+        other = module.graph.placeholder("other")
+    other.meta = dict(inputs_of(module)[-1].meta)
+    at = positions(module)
+    with module.graph.inserting_after(at):
+        own = module.graph.call_function(aten.add.Tensor, (at.args[0], other))
+    own.meta = dict(at.meta)
+    set_arg(values_of(module), 1, [None, None, own])
+
+
+def positions(module: GraphModule) -> Node:
+    return keys_of(module).args[1][2]  # type: ignore[index,return-value]
+
+
+def longer_range(module: GraphModule) -> None:
+    numbers: Any = positions(module).args[0]
+    numbers.args = tuple(ROWS + 1 if arg == ROWS else arg for arg in numbers.args)
+
+
+def other_user_of_the_zeros(module: GraphModule) -> None:
+    zeros = call_of(module, aten.zeros.default)
+    with module.graph.inserting_after(zeros):
+        module.graph.call_function(aten.neg.default, (zeros,))
+
+
+def query_that_is_used_before_the_values(module: GraphModule) -> None:
+    """The kernel needs the values, and would come too late."""
+    query = call_of(module, SDPA).args[0]
+    with module.graph.inserting_after(query):
+        early = module.graph.call_function(aten.neg.default, (query,))
+    value = inputs_of(module)[2]
+    with module.graph.inserting_after(early):
+        late = module.graph.call_function(aten.mul.Tensor, (value, 1))
+    late.meta = dict(value.meta)
+    set_arg(values_of(module), 2, late)
+
+
+CHANGES: dict[str, Callable[[GraphModule], Any]] = {
+    "keys that are not written": lambda m: set_arg(call_of(m, SDPA), 1, inputs_of(m)[1]),
+    "values that are not written": lambda m: set_arg(call_of(m, SDPA), 2, inputs_of(m)[2]),
+    "values at another position": other_start_of_values,
+    "other user of the zeros": other_user_of_the_zeros,
+    "accumulated": lambda m: setattr(keys_of(m), "args", (*keys_of(m).args, True)),
+    "index of the batch": lambda m: set_arg(keys_of(m), 1, [positions(m), None, positions(m)]),
+    "index of the heads": lambda m: set_arg(keys_of(m), 1, [None, positions(m), positions(m)]),
+    "index of another dim": lambda m: set_arg(keys_of(m), 1, [None, None, None, positions(m)]),
+    "range of another length": longer_range,
+    "weighted start": lambda m: setattr(positions(m), "kwargs", {"alpha": 2}),
+    "start of several elements": lambda m: pretend(inputs_of(m)[-1], (2,)),
+    "start that is no integer": lambda m: pretend(inputs_of(m)[-1], dtype=torch.float32),
+    "start that is computed": lambda m: setattr(positions(m), "args", (positions(m).args[0], positions(m).args[0])),
+    "rows of three dims": lambda m: pretend(inputs_of(m)[2], (2, ROWS, FEATURES)),
+    "query of three dims": lambda m: pretend(call_of(m, SDPA).args[0], (4, ROWS, FEATURES)),
+    "dtype of the query": lambda m: pretend(call_of(m, SDPA).args[0], dtype=torch.bfloat16),
+    "dtype of the keys": lambda m: pretend(keys_of(m), dtype=torch.bfloat16),
+    "dtype of the values": lambda m: pretend(values_of(m), dtype=torch.bfloat16),
+    "dtype of the rows": lambda m: pretend(inputs_of(m)[2], dtype=torch.bfloat16),
+    "batch of the query": lambda m: pretend(call_of(m, SDPA).args[0], (1, 4, ROWS, FEATURES)),
+    "features of the query": lambda m: pretend(call_of(m, SDPA).args[0], (2, 4, ROWS, 2 * FEATURES)),
+    "cache that is too short": lambda m: [pretend(x, (2, 2, ROWS - 1, FEATURES)) for x in (keys_of(m), values_of(m))],
+    "length of the values": lambda m: pretend(values_of(m), (2, 2, LENGTH + 1, FEATURES)),
+    "heads of the rows": lambda m: pretend(inputs_of(m)[2], (2, 1, ROWS, FEATURES)),
+    "heads of the key": lambda m: pretend(inputs_of(m)[1], (2, 4, ROWS, FEATURES)),
+    "cache without a shape": lambda m: keys_of(m).meta.clear(),
+    "query used before the values": query_that_is_used_before_the_values,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_layer_that_differs_in_one_respect_is_not_fused(change: Callable[[GraphModule], Any]) -> None:
+    module = graph()
+    change(module)
+    module.graph.lint()
+    assert fuse_rope_kv_write(module) == 0
+
+
+@pytest.mark.parametrize(("position", "value"), [(1, 3), (2, 1)], ids=["features", "from the second row on"])
+def test_slices_of_something_else_are_not_fused(position: int, value: int) -> None:
+    module = graph(ROWS)
+    set_arg(call_of(module, SDPA).args[1], position, value)
+    assert fuse_rope_kv_write(module) == 0
+
+
+def test_keys_rotated_by_other_angles_are_not_fused() -> None:
+    def model(q: Any, k: Any, v: Any, cos: Any, sin: Any, count: Any) -> tuple[torch.Tensor, ...]:
+        return layer(q, k, v, cos, sin, count, rotate=lambda x, c, s: rope(x, *((c, s) if x.shape[1] == 4 else (s, c))))
+
+    inputs = draw()
+    module = trace(model, inputs)
+    assert fuse_rope_kv_write(module) == 0
+    assert_same_results(module, model, inputs)
+
+
+def test_shards_of_zeros_are_an_empty_cache() -> None:
+    """And nothing else is: zeros whose shard another node uses too stay."""
+    for users, count in ((1, 1), (2, 0)):
+        module = graph()
+        zeros = call_of(module, aten.zeros.default)
+        with module.graph.inserting_after(zeros):
+            shard = module.graph.call_function(take_shard, (zeros, "shard(1: 0-2|2-4 of 4)", False, "0"))
+        shard.meta = dict(zeros.meta)
+        set_arg(keys_of(module), 0, shard)
+        if users > 1:
+            with module.graph.inserting_after(shard):
+                module.graph.call_function(aten.neg.default, (shard,))
+        assert fuse_rope_kv_write(module) == count
+
+
+# -- counters --------------------------------------------------------------------------------------------------------
+
+
+def incremented_twice(x: Any, counter: Any) -> Any:
+    count = counter.clone()
+    count.add_(3)
+    count.mul_(2)
+    return x + count
+
+
+def counter_that_is_written(x: Any, counter: Any) -> Any:
+    count = counter.clone()
+    count.add_(3)
+    counter.mul_(2)
+    return x + count
+
+
+def incremented_by_a_tensor(x: Any, counter: Any) -> Any:
+    count = counter.clone()
+    count.add_(x[0].long())
+    return x + count
+
+
+def weighted_increment(x: Any, counter: Any) -> Any:
+    count = counter.clone()
+    count.add_(3, alpha=2)
+    return x + count
+
+
+@pytest.mark.parametrize(
+    "model", [incremented_twice, counter_that_is_written, incremented_by_a_tensor, weighted_increment]
+)
+def test_other_counters_are_not_merged(model: Callable[..., Any]) -> None:
+    inputs = [torch.rand(4), torch.tensor(1)]
+    module = trace(model, inputs)
+    assert merge_cache_counters(module) == 0
     assert_same_results(module, model, inputs)

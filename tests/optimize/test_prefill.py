@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.graphs import assert_same_results, targets, trace
-from torch.fx import Graph
+from helpers.graphs import assert_same_results, call_of, pretend, set_arg, targets, trace
+from torch.fx import Graph, GraphModule
 
 from paraxis.compat.torch import FakeTensorMode
-from paraxis.optimize.prefill import drop_causal_masks, is_prefill, merge_narrow_linears, move_scalars_to_device
+from paraxis.optimize.prefill import (
+    MAX_MASK_OPERATORS,
+    drop_causal_masks,
+    is_prefill,
+    merge_narrow_linears,
+    move_scalars_to_device,
+)
 
 aten = torch.ops.aten
 
@@ -106,3 +115,144 @@ def test_scalars_that_are_only_copied_are_passed_on_the_device() -> None:
     assert examples[0].device.type == "meta" and examples[1].device.type == "cpu"
     assert [node.target for node in graph.find_nodes(op="call_function", target=aten.clone.default)]
     graph.lint()
+
+
+# -- every condition, violated alone ---------------------------------------------------------------------------------
+
+SDPA = aten.scaled_dot_product_attention.default
+
+
+def additive(module: GraphModule) -> None:
+    """The same mask as numbers to be added."""
+    node = call_of(module, SDPA)
+    with module.graph.inserting_before(node):
+        set_arg(node, 3, module.graph.call_function(aten._to_copy.default, (node.args[3],), {"dtype": torch.float32}))
+
+
+def without_the_batch(module: GraphModule) -> None:
+    node = call_of(module, SDPA)
+    with module.graph.inserting_before(node):
+        set_arg(node, 3, module.graph.call_function(aten.select.int, (node.args[3], 0, 0)))
+
+
+def of_one_row(module: GraphModule) -> None:
+    """The mask of the last query, for all of them."""
+    node = call_of(module, SDPA)
+    with module.graph.inserting_before(node):
+        set_arg(node, 3, module.graph.call_function(aten.slice.Tensor, (node.args[3], 2, 4, 5)))
+
+
+def by_many_operators(module: GraphModule) -> None:
+    """Which would all have to run."""
+    node = call_of(module, SDPA)
+    for _ in range(MAX_MASK_OPERATORS):
+        with module.graph.inserting_before(node):
+            set_arg(node, 3, module.graph.call_function(aten.clone.default, (node.args[3],)))
+
+
+def no_mask(module: GraphModule) -> None:
+    set_arg(call_of(module, SDPA), 3, None)
+
+
+def with_dropout(module: GraphModule) -> None:
+    set_arg(call_of(module, SDPA), 4, 0.1)
+
+
+def causal_besides(module: GraphModule) -> None:
+    call_of(module, SDPA).kwargs = {"is_causal": True}
+
+
+def dynamic_length(module: GraphModule) -> None:
+    del call_of(module, SDPA).meta["val"]
+
+
+def one_query(module: GraphModule) -> None:
+    pretend(call_of(module, SDPA), (1, 2, 1, 8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        additive,
+        without_the_batch,
+        of_one_row,
+        by_many_operators,
+        no_mask,
+        with_dropout,
+        causal_besides,
+        dynamic_length,
+        one_query,
+    ],
+)
+def test_attention_that_differs_in_one_respect_stays(change: Callable[[GraphModule], None]) -> None:
+    module = trace(attend_with_mask, [draw(5), draw(9), draw(9)])
+    change(module)
+    assert drop_causal_masks(module) == 0
+
+
+def test_heads_are_repeated_on_a_cpu() -> None:
+    """The kernel for causal attention on a GPU takes fewer heads; elsewhere they stay repeated."""
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k, v = (x[:, :, None].expand(1, 2, 2, 9, 8).reshape(1, 4, 9, 8) for x in (k, v))
+        return attend_with_mask(q, k, v)
+
+    inputs = [torch.randn(1, 4, 5, 8), draw(9), draw(9)]
+    module = trace(model, inputs)
+    assert drop_causal_masks(module) == 1
+    assert "enable_gqa" not in call_of(module, SDPA).kwargs and aten.expand.default in targets(module)
+    assert_same_results(module, model, inputs)
+
+
+@pytest.mark.parametrize("kind", ["computed", "not contiguous", "dynamic rows", "of different dtypes"])
+def test_other_linears_are_not_merged(kind: str) -> None:
+    module, inputs = linears(600, [64, 16])
+    first = call_of(module, aten.linear.default)
+    if kind == "computed":
+        with module.graph.inserting_before(first):
+            set_arg(first, 1, module.graph.call_function(aten.neg.default, (first.args[1],)))
+    elif kind == "not contiguous":
+        inputs[1] = inputs[1].T.contiguous().T
+    elif kind == "dynamic rows":
+        del first.meta["val"]
+    else:
+        inputs[1] = inputs[1].double()
+    assert merge_narrow_linears(module, inputs) == 0
+
+
+def used_as_it_is(graph: Graph) -> None:
+    graph.output_node().args = ([*graph.output_node().args[0], graph.find_nodes(op="placeholder")[0]],)
+
+
+def copied_to_another_dtype(graph: Graph) -> None:
+    pretend(graph.find_nodes(op="call_function", target=aten._to_copy.default)[0], dtype=torch.int32)
+
+
+def copied_elsewhere(graph: Graph) -> None:
+    copy = graph.find_nodes(op="call_function", target=aten._to_copy.default)[0]
+    copy.meta["val"] = torch.zeros((), dtype=torch.int64)
+
+
+def computed_on_the_host(graph: Graph) -> None:
+    graph.find_nodes(op="call_function", target=aten._to_copy.default)[0].target = aten.neg.default
+
+
+def not_used(graph: Graph) -> None:
+    graph.output_node().args = ([],)
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        graph.erase_node(node)
+
+
+@pytest.mark.parametrize(
+    "change", [used_as_it_is, copied_to_another_dtype, copied_elsewhere, computed_on_the_host, not_used]
+)
+def test_scalars_that_are_not_only_copied_stay_on_the_host(change: Callable[[Graph], None]) -> None:
+    graph, examples = counters(())
+    change(graph)
+    assert move_scalars_to_device(graph, examples, torch.device("meta")) == []
+
+
+@pytest.mark.parametrize("value", [torch.zeros((), dtype=torch.int32), 3], ids=["int32", "number"])
+def test_scalars_of_other_kinds_stay_on_the_host(value: Any) -> None:
+    graph, _ = counters(())
+    assert move_scalars_to_device(graph, [value], torch.device("meta")) == []

@@ -64,7 +64,7 @@ def _aliases_of_input(node: Any) -> list[Node] | None:
 
 def _is_conversion(node: Node) -> bool:
     """Whether a node is one of the overloads of ``Tensor.to``."""
-    return node.op == "call_function" and str(node.target).startswith("aten.to.")
+    return node.op == "call_function" and getattr(node.target, "overloadpacket", None) is aten.to
 
 
 _FIRST_POSITION = Op(aten.add.Tensor, range_of(1), Capture("position", Where(is_position)), commutes=True)

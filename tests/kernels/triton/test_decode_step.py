@@ -31,11 +31,11 @@ def differences(folder: str, device: str) -> list[float]:
     """The differences of every step's logits from the unsharded model's: twice, the second time with new weights."""
     from transformers import StaticCache
 
-    from paraxis.runtime import inductor
+    from paraxis.passes import pipeline
 
     fused = []
-    fuse_rope_kv_write = inductor.fuse_rope_kv_write
-    inductor.fuse_rope_kv_write = lambda module: fused.append(fuse_rope_kv_write(module))
+    fuse_rope_kv_write = pipeline.fuse_rope_kv_write
+    pipeline.fuse_rope_kv_write = lambda module: fused.append(fuse_rope_kv_write(module))
     torch.backends.cuda.matmul.allow_tf32 = False
     model, _ = parallel(folder, device, torch_dtype=torch.float32, compile="inductor", mode="reduce-overhead")
     model.eval()
@@ -50,7 +50,7 @@ def differences(folder: str, device: str) -> list[float]:
         for parameter, other in zip(model.parameters(), unsharded.parameters(), strict=True):
             parameter.to_local().mul_(1.5)
             other.mul_(1.5)
-    inductor.fuse_rope_kv_write = fuse_rope_kv_write
+    pipeline.fuse_rope_kv_write = fuse_rope_kv_write
     assert fused == [2, 0], f"prefill and decode have {fused} layers with fused RoPE and KV cache writes"
     return found
 

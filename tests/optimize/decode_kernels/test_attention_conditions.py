@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.graphs import targets, trace
+from helpers.graphs import call_of, pretend, set_arg, targets, trace
 from optimize.decode_kernels.reference import register, rewrite_on_cpu, rope
+from torch.fx import GraphModule, Node
 
 from paraxis.optimize.decode_kernels import use_decode_kernels
 
@@ -281,3 +282,111 @@ def test_position_stays_where_its_counter_changes() -> None:
 
     module, kernels = rewrite_on_cpu(model, draw())
     assert kernels == ["rope_decode_attention"] and aten.add.Tensor in targets(module)
+
+
+# -- conditions on shapes and dtypes, and on how nodes are written, violated alone -------------------------------------
+
+SDPA = aten.scaled_dot_product_attention.default
+
+
+def kernels_after(change: Callable[[GraphModule, list[Any]], Any], write: Callable[..., Any] = put) -> int:
+    """How many kernels there are in a layer that is changed: its graph, or the examples of its inputs."""
+    register()
+    inputs = draw(2)
+    module = trace(lambda *inputs: layer(*inputs, write=write), [x.clone() for x in inputs])
+    examples: list[Any] = list(inputs)
+    change(module, examples)
+    module.graph.lint()
+    return use_decode_kernels(module, examples)
+
+
+def write_of_keys(module: GraphModule) -> Node:
+    return module.graph.find_nodes(op="call_function", target=aten.index_put_.default)[0]
+
+
+def position(module: GraphModule) -> Node:
+    return write_of_keys(module).args[1][2]  # type: ignore[index,return-value]
+
+
+def example(index: int, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[GraphModule, list[Any]], None]:
+    """Another shape or dtype of an input."""
+
+    def change(module: GraphModule, examples: list[Any]) -> None:
+        examples[index] = torch.empty(shape, dtype=dtype)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[GraphModule, list[Any]], Any]] = {
+    "position of two elements": lambda m, _: pretend(position(m), (2,)),
+    "position in int32": lambda m, _: pretend(position(m), dtype=torch.int32),
+    "position without a shape": lambda m, _: position(m).meta.clear(),
+    "keys in bfloat16": example(5, 2, HEADS, LENGTH, 16, dtype=torch.bfloat16),
+    "values in bfloat16": example(6, 2, HEADS, LENGTH, 16, dtype=torch.bfloat16),
+    "query in bfloat16": lambda m, _: pretend(call_of(m, SDPA).args[0], dtype=torch.bfloat16),  # type: ignore[arg-type]
+    "keys of three dims": example(5, HEADS, LENGTH, 16),
+    "longer keys": example(5, 2, HEADS, LENGTH + 1, 16),
+    "keys that are no tensor": lambda _, examples: examples.__setitem__(5, 3),
+    "mask of three dims": example(8, 1, 1, LENGTH, dtype=torch.bool),
+    "mask of two rows": example(8, 2, 1, 2, LENGTH, dtype=torch.bool),
+    "mask of another batch": example(8, 3, 1, 1, LENGTH, dtype=torch.bool),
+    "mask of integers": example(8, 2, 1, 1, LENGTH, dtype=torch.int64),
+    "mask in float64": example(8, 2, 1, 1, LENGTH, dtype=torch.float64),
+    "mask without a shape": lambda _, examples: examples.__setitem__(8, 3),
+    "index of four": lambda m, _: set_arg(write_of_keys(m), 1, [None, None, None, position(m)]),
+    "index of the heads": lambda m, _: set_arg(write_of_keys(m), 1, [None, position(m), position(m)]),
+    "value that is a number": lambda m, _: set_arg(write_of_keys(m), 2, 0.0),
+    "attention without a shape": lambda m, _: call_of(m, SDPA).meta.clear(),
+}
+
+
+def test_graph_of_the_conditions_below_matches() -> None:
+    assert kernels_after(lambda module, examples: None) == 1
+    assert kernels_after(lambda module, examples: None, copy) == 1
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_attention_that_differs_in_one_respect_stays(change: Callable[[GraphModule, list[Any]], Any]) -> None:
+    assert kernels_after(change) == 0
+
+
+def test_copy_along_another_dimension_stays() -> None:
+    def change(module: GraphModule, examples: list[Any]) -> None:
+        set_arg(call_of(module, aten.index_copy_.default), 1, 1)
+
+    assert kernels_after(change, copy) == 0
+
+
+@pytest.mark.parametrize("which", [5, 6], ids=["keys", "values"])
+def test_kernel_does_not_write_a_cache_with_another_reader(which: int) -> None:
+    def model(*inputs: Any) -> Any:
+        before = inputs[which].sum()
+        return layer(*inputs), before
+
+    _, kernels = rewrite_on_cpu(model, draw())
+    assert kernels == ["decode_attention"]
+
+
+def test_layers_that_share_keys_and_values_write_them_once() -> None:
+    """As in models whose later layers attend to the keys of an earlier one."""
+
+    def model(q: Any, k: Any, v: Any, cos: Any, sin: Any, keys: Any, values: Any, counter: Any, mask: Any) -> Any:
+        at = torch.arange(1) + counter
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        keys, values = put(keys, at, rope(k, c, s)), put(values, at, v)
+        first = F.scaled_dot_product_attention(rope(q, c, s), repeat(keys), repeat(values), mask)
+        return F.scaled_dot_product_attention(rope(first, c, s), repeat(keys), repeat(values), mask)
+
+    module, kernels = rewrite_on_cpu(model, draw())
+    assert kernels == ["rope_decode_attention"] * 2 and aten.index_put_.default not in targets(module)
+
+
+def test_position_is_the_counter_where_it_is_incremented_at_the_end() -> None:
+    def model(*inputs: Any) -> Any:
+        result = layer(*inputs)
+        inputs[7].add_(1)
+        return result
+
+    module, kernels = rewrite_on_cpu(model, draw())
+    assert kernels == ["rope_decode_attention"] and aten.add.Tensor not in targets(module)
+    assert targets(module)[-1] is aten._foreach_add_.Scalar

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.graphs import targets
-from optimize.decode_kernels.reference import rewrite_on_cpu
+from helpers.graphs import call_of, pretend, targets, trace
+from optimize.decode_kernels.reference import register, rewrite_on_cpu
+from torch.fx import GraphModule, Node
 
+from paraxis.optimize.decode_kernels import use_decode_kernels
 from paraxis.optimize.decode_kernels.linears import MAX_ROW_FEATURES
 
 aten = torch.ops.aten
@@ -234,3 +236,104 @@ def test_weight_without_rows() -> None:
     inputs[3] = inputs[3][:0]
     _, kernels = rewrite_on_cpu(linear, inputs)
     assert kernels == []
+
+
+# -- conditions that no model of torch violates alone: the examples say something else -------------------------------
+
+
+@pytest.mark.parametrize(
+    ("index", "example"),
+    [
+        (3, torch.empty(24, 32, dtype=torch.bfloat16)),
+        (3, torch.empty(24)),
+        (3, 3),
+        (0, torch.empty(1, 1, 32, dtype=torch.int64)),
+    ],
+    ids=["weight in bfloat16", "weight of one dim", "weight that is no tensor", "row of integers"],
+)
+def test_examples_that_the_kernel_does_not_take(index: int, example: Any) -> None:
+    register()
+    module = trace(linear, row())
+    assert use_decode_kernels(module, [*row()[:index], example, *row()[index + 1 :]]) == 0
+
+
+def test_bias_in_another_dtype_stays() -> None:
+    register()
+    inputs = [*row(), torch.randn(24)]
+    module = trace(lambda *inputs: F.linear(inputs[0], inputs[3], inputs[-1]), inputs)
+    assert use_decode_kernels(module, [*inputs[:-1], inputs[-1].bfloat16()]) == 0
+
+
+def fused_norms(inputs: list[Any], change: Callable[[GraphModule], Any] = lambda module: None) -> int:
+    """Kernels with a norm in a program whose examples or nodes are others than those that it was traced with."""
+    register()
+    module = trace(lambda x, residual, norm, *weights: F.linear(rms_norm(x + residual, norm), weights[0]), row())
+    change(module)
+    use_decode_kernels(module, inputs)
+    return targets(module).count(torch.ops.paraxis.rmsnorm_gemv.default)
+
+
+def cast(module: GraphModule, index: int) -> Node:
+    """The casts of the norm: of its input, and of its result."""
+    return [n for n in module.graph.nodes if n.target in (aten.to.dtype, aten._to_copy.default)][index]
+
+
+def strided_norm() -> list[Any]:
+    inputs = row()
+    return [*inputs[:2], torch.rand(64)[::2], *inputs[3:]]
+
+
+def test_norm_matches_unless_it_is_changed() -> None:
+    assert fused_norms(row()) == 1
+
+
+@pytest.mark.parametrize(
+    ("inputs", "change"),
+    [
+        (strided_norm(), lambda m: None),
+        ([*row()[:2], torch.rand(32).bfloat16(), *row()[3:]], lambda m: None),
+        ([*row()[:2], torch.rand(16), *row()[3:]], lambda m: None),
+        (row(), lambda m: pretend(cast(m, 0), dtype=torch.float64)),
+        (row(), lambda m: pretend(cast(m, -1), dtype=torch.bfloat16)),
+        (row(), lambda m: pretend(call_of(m, aten.rsqrt.default), dtype=torch.float64)),
+        (row(), lambda m: pretend(call_of(m, aten.add.Tensor), dtype=torch.bfloat16)),
+    ],
+    ids=[
+        "weight that is not contiguous",
+        "weight of another dtype",
+        "weight of another size",
+        "inside in float64",
+        "result of another dtype",
+        "inverse in float64",
+        "input of another dtype",
+    ],
+)
+def test_norm_that_differs_in_one_respect_stays(inputs: list[Any], change: Callable[[GraphModule], Any]) -> None:
+    assert fused_norms(inputs, change) == 0
+
+
+def sum_with_a_number(x: Any, residual: Any, norm: Any, *weights: Any) -> Any:
+    return F.linear(rms_norm(x + 1.0, norm), weights[0])
+
+
+def sum_with_a_cast(x: Any, residual: Any, norm: Any, *weights: Any) -> Any:
+    return F.linear(rms_norm(x + residual.bfloat16(), norm), weights[0])
+
+
+def weighted_sum(x: Any, residual: Any, norm: Any, *weights: Any) -> Any:
+    return F.linear(rms_norm(torch.add(x, residual, alpha=2), norm), weights[0])
+
+
+@pytest.mark.parametrize("model", [sum_with_a_number, sum_with_a_cast, weighted_sum])
+def test_sums_that_are_no_residual_stay(model: Callable[..., Any]) -> None:
+    module, kernels = rewrite_on_cpu(model, row())
+    assert kernels == ["rmsnorm_gemv"] and aten.add.Tensor in targets(module)
+
+
+def test_slice_of_a_row_is_not_the_row() -> None:
+    def model(x: Any, residual: Any, norm: Any, *weights: Any) -> Any:
+        both = rms_norm(torch.cat([x, residual], 1), norm)
+        return F.linear(both[:, 1:], weights[0])
+
+    _, kernels = rewrite_on_cpu(model, row())
+    assert kernels == ["gemv"]

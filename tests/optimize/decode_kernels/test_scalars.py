@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.graphs import assert_same_results, targets, trace
+from helpers.graphs import assert_same_results, pretend, targets, trace
+from torch.fx import Graph
 
 from paraxis.optimize.decode_kernels.scalars import (
     decompose_outer_products,
@@ -99,4 +100,51 @@ def test_position_that_is_written_before_the_end_stays() -> None:
     module = trace(function, [torch.tensor([5])])
     (at,) = module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
     simplify_position(module.graph, at)
+    assert aten.reshape.default not in targets(module)
+
+
+def test_weighted_increment_stays() -> None:
+    module = trace(lambda x, count: x * 1 + 0 * count.add_(1, alpha=2).sum(), [torch.ones(3), torch.tensor(4)])
+    (increment,) = module.graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+    increment.replace_all_uses_with(increment.args[0])
+    merge_counter_increments(module.graph)
+    assert aten.add_.Tensor in targets(module)
+
+
+def aliased(later: bool, dtype: torch.dtype = torch.int64) -> Graph:
+    """A counter, ``counter.to(dtype)``, and an increment; the other one is read before it, or later."""
+    graph = Graph()
+    counter = graph.placeholder("counter")
+    alias = graph.call_function(aten.to.dtype, (counter, dtype))
+    counter.meta["val"], alias.meta["val"] = torch.tensor(3), torch.tensor(3, dtype=dtype)
+    if not later:
+        read = graph.call_function(aten.neg.default, (alias,))
+    graph.call_function(aten.add_.Tensor, (counter, 1))
+    if later:
+        read = graph.call_function(aten.neg.default, (alias,))
+    graph.output(read)
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("later", "dtype", "merged"),
+    [(False, torch.int64, True), (True, torch.int64, False), (True, torch.float32, True)],
+    ids=["read before", "alias read later", "copy read later"],
+)
+def test_counter_is_merged_unless_an_alias_is_read_later(later: bool, dtype: torch.dtype, merged: bool) -> None:
+    graph = aliased(later, dtype)
+    merge_counter_increments(graph)
+    assert bool(graph.find_nodes(op="call_function", target=aten._foreach_add_.Scalar)) == merged
+
+
+def test_matmul_of_different_dtypes_stays() -> None:
+    module = trace(torch.matmul, [torch.rand(3, 1), torch.rand(1, 4)])
+    pretend(module.graph.find_nodes(op="placeholder")[0], dtype=torch.bfloat16)
+    decompose_outer_products(module.graph)
+    assert aten.mul.Tensor not in targets(module)
+
+
+def test_positions_of_several_sequences_stay() -> None:
+    module = trace(lambda count: torch.arange(1) + count, [torch.tensor([5, 6])])
+    simplify_position(module.graph, module.graph.output_node().all_input_nodes[0])
     assert aten.reshape.default not in targets(module)
