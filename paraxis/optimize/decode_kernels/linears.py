@@ -78,9 +78,9 @@ def replace_linears(graph: Graph, inputs: dict[Any, Any]) -> int:
 def _groups(nodes: list[Node]) -> Iterator[list[Node]]:
     """Linear layers on the same row, as many as one kernel takes: all with a bias, or all without."""
     biased = [node for node in nodes if _bias_of(node) is not None]
-    for alike in (biased, [node for node in nodes if node not in biased]):
-        for start in range(0, len(alike), MAX_WEIGHTS):
-            yield alike[start : start + MAX_WEIGHTS]
+    for group in (biased, [node for node in nodes if node not in biased]):
+        for start in range(0, len(group), MAX_WEIGHTS):
+            yield group[start : start + MAX_WEIGHTS]
 
 
 def _bias_of(node: Node) -> Any:

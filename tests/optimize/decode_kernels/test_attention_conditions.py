@@ -367,8 +367,8 @@ def test_kernel_does_not_write_a_cache_with_another_reader(which: int) -> None:
     assert kernels == ["decode_attention"]
 
 
-def test_layers_that_share_keys_and_values_write_them_once() -> None:
-    """As in models whose later layers attend to the keys of an earlier one."""
+def test_second_layer_on_the_same_keys_and_values_reads_what_was_written() -> None:
+    """As in models whose later layers attend to the keys of an earlier one: the write stays for the second reader."""
 
     def model(q: Any, k: Any, v: Any, cos: Any, sin: Any, keys: Any, values: Any, counter: Any, mask: Any) -> Any:
         at = torch.arange(1) + counter
@@ -378,7 +378,8 @@ def test_layers_that_share_keys_and_values_write_them_once() -> None:
         return F.scaled_dot_product_attention(rope(first, c, s), repeat(keys), repeat(values), mask)
 
     module, kernels = rewrite_on_cpu(model, draw())
-    assert kernels == ["rope_decode_attention"] * 2 and aten.index_put_.default not in targets(module)
+    assert kernels == ["rope_decode_attention", "decode_attention"]
+    assert targets(module).count(aten.index_put_.default) == 2
 
 
 def test_position_is_the_counter_where_it_is_incremented_at_the_end() -> None:
