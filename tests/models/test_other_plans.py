@@ -20,8 +20,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no row layers": {"constraints": {"*": "not row"}},
 }
 TYPES = ("llama", "gpt2", "gpt_neox", "bloom", "phi3", "falcon", "gptj", "olmo2", "gemma2", "opt")
+ALWAYS = ("llama", 2, "no row layers")
 CASES = [
-    pytest.param(name, world, option, marks=pytest.mark.long)
+    pytest.param(name, world, option, marks=() if (name, world, option) == ALWAYS else pytest.mark.long)
     for option in OPTIONS
     for name in TYPES
     for world in (2, 4)
