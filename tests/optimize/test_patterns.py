@@ -186,8 +186,11 @@ def test_angles_are_the_same_if_both_factors_are() -> None:
 
 
 def test_other_expansions_repeat_no_heads() -> None:
-    other_dim = lambda x: x[:, None].expand(2, 3, 4, ROWS, FEATURES).reshape(2, 12, ROWS, FEATURES)  # noqa: E731
-    assert patterns.repeated_heads_of(result(other_dim, STATES)) is None
+    def tile(x: torch.Tensor) -> torch.Tensor:
+        """All heads three times, and not each of them: three heads give nine in both cases."""
+        return x[:, None].expand(2, 3, 3, ROWS, FEATURES).reshape(2, 9, ROWS, FEATURES)
+
+    assert patterns.repeated_heads_of(result(tile, STATES[:, :3])) is None
     module = trace(lambda x: x[:, :, None].expand(2, 4, 3, ROWS, FEATURES).reshape(2, 12, ROWS, FEATURES), [STATES])
     node = call_of(module, aten.reshape.default)
     assert patterns.repeated_heads_of(node) is not None
