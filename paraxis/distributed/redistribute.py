@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..placement import REPLICATE, Layout, Partial, Placement, Replicate, Shard, local_index, local_shape
+from ..placement import REPLICATE, Layout, Partial, Placement, Replicate, Shard, length_of, local_shape
 from .collectives import all_gather, all_reduce, dense, reduce_scatter
 
 # -- plain functions -----------------------------------------------------------------------------------------------
@@ -46,12 +46,19 @@ def slice_box(tensor: torch.Tensor, placement: Placement, rank: int) -> torch.Te
 
 def _boxes(placement: Shard, shape: Sequence[int], world: int) -> list[tuple[torch.Tensor, ...]]:
     """For every rank the open mesh of indices of its shard, to index the full tensor with."""
-    boxes = []
+    boxes, layouts = [], placement.dims
     for rank in range(world):
-        ranges = local_index(placement, shape, rank)
-        dims = [torch.cat([torch.arange(a, b) for a, b in r]) if r else torch.arange(0) for r in ranges]
+        dims = [_indices(layouts[d], n, rank) if d in layouts else torch.arange(n) for d, n in enumerate(shape)]
         boxes.append(torch.meshgrid(*dims, indexing="ij") if len(dims) > 1 else (dims[0],))
     return boxes
+
+
+def _indices(layout: Layout, size: int, rank: int) -> torch.Tensor:
+    """The indices that ``rank`` holds of a dimension; Python loops over the ranges of one repeat only."""
+    held = [torch.arange(a, b) for a, b in layout.ranges[rank]]
+    once = torch.cat(held) if held else torch.arange(0)
+    starts = torch.arange(0, size, layout.period)
+    return (starts[:, None] + once).flatten()
 
 
 def gather_box(
@@ -96,10 +103,14 @@ def _assemble(
 ) -> torch.Tensor:
     """The full tensor from shards of one dimension, in any layout."""
     full = pieces[0].new_empty(shape)
+    repeats = shape[dim] // layout.period
+    rows = full.unflatten(dim, (repeats, layout.period))
     for rank, piece in enumerate(pieces):
+        ranges = layout.ranges[rank]
         shard, offset = piece[: sizes[rank]].view(shapes[rank]), 0
-        for start, stop in layout.expand(shape[dim], rank):
-            full.narrow(dim, start, stop - start).copy_(shard.narrow(dim, offset, stop - start))
+        shard = shard.unflatten(dim, (repeats, length_of(ranges)))
+        for start, stop in ranges:
+            rows.narrow(dim + 1, start, stop - start).copy_(shard.narrow(dim + 1, offset, stop - start))
             offset += stop - start
     return full
 

@@ -3,7 +3,7 @@
 Pure data: this package knows nothing of process groups, devices or torch.
 """
 
-from .layout import Layout, Range, Ranges, ensure_divisibility
+from .layout import Layout, Range, Ranges, ensure_divisibility, length_of
 from .placements import (
     PARTIAL,
     REPLICATE,
@@ -31,6 +31,7 @@ __all__ = [
     "Shard",
     "ensure_divisibility",
     "from_json",
+    "length_of",
     "local_index",
     "local_shape",
     "to_json",

@@ -164,8 +164,10 @@ class Layout:
 
     def expand(self, size: int, rank: int) -> Ranges:
         """The index ranges that ``rank`` holds of a dimension of ``size``: what to read from a checkpoint."""
-        period = self.period
-        return _merge((a + k * period, b + k * period) for k in range(size // period) for a, b in self.ranges[rank])
+        period, ranges = self.period, self.ranges[rank]
+        if not ranges or ranges == ((0, period),):  # repeated, these are nothing and one range
+            return ((0, size),) if ranges and size else ()
+        return _merge((a + k * period, b + k * period) for k in range(size // period) for a, b in ranges)
 
     def local_size(self, size: int, rank: int) -> int:
         """How many of ``size`` indices ``rank`` holds."""
@@ -173,18 +175,12 @@ class Layout:
 
     def contiguous(self, size: int) -> bool:
         """Whether every rank holds one contiguous range, in the order of the ranks and without copies."""
-        spans = [self.expand(size, r) for r in range(self.world)]
-        ends = [0] + [s[0][1] if len(s) == 1 else -1 for s in spans]
-        return all(len(s) == 1 and s[0][0] == ends[i] for i, s in enumerate(spans)) and ends[-1] == size
-
-    def copies(self, size: int) -> list[int]:
-        """For each index of a dimension of ``size``, the number of ranks that hold it."""
-        count = [0] * size
-        for rank in range(self.world):
-            for start, stop in self.expand(size, rank):
-                for i in range(start, stop):
-                    count[i] += 1
-        return count
+        if self.world == 1:
+            return size > 0 and self.ranges[0] == ((0, self.period),)
+        if size != self.period:  # every rank holds a range of each repeat, or of none
+            return False
+        ends = [0] + [r[0][1] if len(r) == 1 else -1 for r in self.ranges]
+        return all(len(r) == 1 and r[0][0] == ends[i] for i, r in enumerate(self.ranges)) and ends[-1] == size
 
     def replica(self, rank: int) -> tuple[int, int]:
         """(position among, number of) the ranks that hold the same indices as ``rank``."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.host_calls import count_calls
 from helpers.shards import local_shard, pad_to_full, sum_shards
 
 from paraxis.distributed import redistribute
@@ -137,3 +138,26 @@ def test_the_reference_gives_every_element_its_gradient() -> None:
     for placement in placements(4).values():
         if isinstance(placement, Shard):
             torch.testing.assert_close(sum_shards(gradients(placement, 4), placement, SHAPE), noise(100))
+
+
+def calls_of_redistributing(size: int) -> list[int]:
+    """How many functions Python calls to move a tensor with a dimension of this size: from each placement to each."""
+    world = dist.get_world_size()
+    pattern = Layout.of(4, [[(0, 3)], [(3, 4)]] if world == 2 else [[(0, 4)]])
+    found = []
+    for layout in (Layout.even(size, world), pattern):
+        shard = Shard.of(1, layout)
+        for source, target in itertools.permutations((REPLICATE, PARTIAL, shard), 2):
+            local = layout.local_size(size, dist.get_rank()) if source == shard else size
+            x = torch.zeros(2, local, requires_grad=True)
+            with count_calls() as count:
+                redistribute(x, source, target, (2, size), dist.group.WORLD).sum().backward()
+            found.append(count[0])
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_host_work_does_not_grow_with_the_dimension(world: int, ranks: Callable[[int], RankPool]) -> None:
+    ranks(world).run(calls_of_redistributing, 400)  # what the first call of each kind sets up
+    small, large = (ranks(world).run(calls_of_redistributing, size) for size in (4_000, 400_000))
+    assert small == large

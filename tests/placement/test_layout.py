@@ -31,7 +31,6 @@ def test_even_with_fewer_units_than_ranks_makes_copies() -> None:
         assert held(layout, 64, rank) == list(range(rank // 2 * 16, rank // 2 * 16 + 16))
         assert layout.replica(rank) == (rank % 2, 2)
     assert layout.has_copies and layout.is_even and not layout.contiguous(64)
-    assert layout.copies(64) == [2] * 64
 
 
 def test_one_unit_on_all_ranks_is_full() -> None:
@@ -114,7 +113,6 @@ def test_queries_by_membership(seed: int, rng: random.Random) -> None:
         assert layout.local_size(size, rank) == len(parts[rank])
         twins = [r for r in range(world) if parts[r] == parts[rank]]
         assert layout.replica(rank) == (twins.index(rank), len(twins))
-    assert layout.copies(size) == [len(o) for o in owners(layout, size)]
     assert layout.has_copies == any(len(o) > 1 for o in owners(layout, size))
     assert layout.is_even == (len({len(p) for p in parts}) == 1)
     assert layout.is_full == all(len(p) == size for p in parts)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from helpers.host_calls import count_calls
 from models.compare import module_errors, parallel_module
 from torch import nn
 
+from paraxis import ParallelExecutionCtx, parallelize_model
 from paraxis.runtime.compiled_call import CompiledCall
 
 
@@ -79,3 +83,41 @@ def test_sizes_become_dynamic_after_the_second_call(ranks: Any) -> None:
     for first, second, third, fourth, grad in ranks(2).run(count_compilations):
         assert first == 1 and second == third == fourth == 2, "one static program, and one for all other sizes"
         assert grad == 3, "gradients need another program"
+
+
+# -- host work -----------------------------------------------------------------------------------------------------
+
+
+def count_host_calls(folder: str, vocabulary: int) -> dict[str, int]:
+    """How many functions Python calls in a prefill and in a training step, both compiled before."""
+    ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=torch.device("cpu"))
+    options: dict[str, Any] = {"constraints": {"lm_head": "row"}}  # logits are partial: redistributed by vocabulary
+    model = parallelize_model(
+        folder, ctx, vocab_size=vocabulary, skip_load_weights=True, show_progress=False, cache_plans=False, **options
+    )
+    ids = torch.tensor([[1, 2, 3, 4, 5]])
+
+    @torch.no_grad()
+    def prefill() -> None:
+        model(ids)
+
+    def train() -> None:
+        model(ids, labels=ids).loss.backward()
+
+    found = {}
+    for step in (prefill, train):
+        for _ in range(2):
+            step()
+        with count_calls() as count:
+            step()
+        found[step.__name__] = count[0]
+    return found
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_host_work_does_not_grow_with_the_vocabulary(world: int, ranks: Any, checkpoints: Any) -> None:
+    folder = checkpoints("llama", hidden_size=16, num_hidden_layers=1)
+    small, large = (ranks(world).run(count_host_calls, folder, vocabulary) for vocabulary in (1_000, 1_000_000))
+    for few, many in zip(small, large):
+        for kind in few:
+            assert abs(many[kind] - few[kind]) <= 20, (kind, few, many)
