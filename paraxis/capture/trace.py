@@ -24,8 +24,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..compat.dynamo import (
+    CAPTURE_ERRORS,
     BackendCompilerFailed,
-    TorchDynamoException,
     TorchRuntimeError,
     attribute_of_global,
     ignore_logging,
@@ -185,14 +185,14 @@ def capture(
         compiled(model, *args, **kwargs)
     except _Captured:
         return
-    except TorchDynamoException as error:
+    except CAPTURE_ERRORS as error:
         raise translated(error, model) from error
     finally:
         end_tracing()
 
 
-def translated(error: TorchDynamoException, model: nn.Module) -> Exception:
-    """Dynamo's error in our terms: what our own passes raised, a graph break, or a mistake in the model."""
+def translated(error: Exception, model: nn.Module) -> Exception:
+    """The error of a capture in our terms: what our own passes raised, a graph break, or a mistake in the model."""
     if isinstance(error, BackendCompilerFailed):
         return error.inner_exception if isinstance(error.inner_exception, Exception) else error
     if isinstance(error, TorchRuntimeError):  # the model's own mistake: it would not run in eager mode either

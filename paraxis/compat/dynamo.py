@@ -27,9 +27,12 @@ from torch._dynamo.source import (
     TypeSource,
 )
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
 
 __all__ = [
+    "CAPTURE_ERRORS",
     "BackendCompilerFailed",
     "TorchDynamoException",
     "TorchRuntimeError",
@@ -52,6 +55,17 @@ __all__ = [
     "subclass_owner",
     "tracing",
 ]
+
+DATA_DEPENDENT = (
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+    DynamicOutputShapeException,
+    DataDependentOutputException,
+)
+"""What Dynamo raises where Python code branches on a value that is known only when the graph runs."""
+
+CAPTURE_ERRORS = (TorchDynamoException, *DATA_DEPENDENT)
+"""What capturing a function as one graph raises. Dynamo does not wrap all errors of symbolic shapes in its own."""
 
 mark_maybe_dynamic: Callable[[torch.Tensor, int], None] = dynamo.maybe_mark_dynamic
 """Hint that a size may change: a graph that depends on the number itself is still specialized, without an error."""

@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 
 from ..capture.dynamic_shapes import mark_dynamic, mark_static
 from ..capture.trace import end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
-from ..compat.dynamo import TorchDynamoException, raise_recompile_limit
+from ..compat.dynamo import CAPTURE_ERRORS, raise_recompile_limit
 from ..compat.torch import call_forward_and_hooks, has_backward_hooks, set_compiled_call
 from ..compat.transformers import install_output_hooks
 from ..config import Config
@@ -115,7 +115,7 @@ class CompiledCall:
                 self._guarded = True
                 self._compiled = self._compile()
                 return self(*args, **kwargs)
-            except TorchDynamoException as error:
+            except CAPTURE_ERRORS as error:
                 problem = translated(error, self.module)
                 if not isinstance(problem, GraphBreak):
                     raise problem from error

@@ -14,6 +14,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from paraxis.capture import CaptureError, capture, trace
+from paraxis.errors import GraphBreak
 from paraxis.runtime.guards import all_guards
 
 
@@ -119,3 +120,15 @@ def test_threads_that_trace_at_the_same_time() -> None:
         trace.end_tracing()
         trace.end_tracing()
     assert _switches() == (True, True)
+
+
+class _SplitByValue(nn.Module):
+    """Sizes that are values of an input: Dynamo raises an error of symbolic shapes, and none of its own."""
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part * part.shape[0] for part in torch.split(x, lengths.tolist()) if part.shape[0]])
+
+
+def test_sizes_that_are_values_break_the_graph() -> None:
+    with pytest.raises(GraphBreak, match="_SplitByValue cannot be captured as one graph.*lengths.tolist"):
+        capture(_SplitByValue(), (torch.randn(5, 2), torch.tensor([2, 3])), {}, lambda graph, inputs: None)
