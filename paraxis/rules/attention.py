@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import REPLICATE, SHARED, Layout, Placement, Shard
-from .base import Call, InputPlacement, Strategy, draws
+from .base import Call, InputPlacement, Strategy, draws, is_one
 from .registry import builtin_rule
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ def attention(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Stra
         inputs: list[Placement] = [q, k, k]
         for mask in call.inputs[3:]:
             lift = n - mask.ndim
-            box = {d - lift: x for d, x in q.layouts if d >= lift and mask.shape[d - lift] != 1}
+            box = {d - lift: x for d, x in q.layouts if d >= lift and not is_one(mask.shape[d - lift])}
             inputs.append(Shard.of(box) if box else REPLICATE)
         if tuple(inputs) not in seen:
             seen.add(tuple(inputs))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import Call, InputPlacement, Strategy, Tensor, layouts_on, same_size
+from .base import Call, InputPlacement, Strategy, Tensor, is_one, layouts_on, same_size
 from .registry import builtin_rule
 
 aten = torch.ops.aten
@@ -90,7 +90,7 @@ def _matmul_dim(left: Tensor, right: Tensor, n: int, side: int, dim: int, layout
 def _batch(tensor: Tensor, out_dim: int, n: int, layout: Layout) -> Placement:
     """An operand's placement when the result is sharded on a batch dimension."""
     dim = out_dim - (n - tensor.ndim)
-    if dim < 0 or tensor.shape[dim] == 1:
+    if dim < 0 or is_one(tensor.shape[dim]):
         return REPLICATE
     return Shard.of(dim, layout)
 

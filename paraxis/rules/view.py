@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, Layout, Placement, Shard
-from .base import Call, InputPlacement, LocalCall, Strategy, is_partial, normalize_dim, same_size
+from .base import Call, InputPlacement, LocalCall, Strategy, is_one, is_partial, normalize_dim, same_size
 from .registry import builtin_rule
 
 aten = torch.ops.aten
@@ -97,7 +97,7 @@ def _flatten_two(
 ) -> Layout | None:
     """The layout of two sharded factors flattened into one: all combinations of their indices."""
     between = prod((source[d] for d in left if sharded[0] < d < sharded[1]), start=1)
-    if between != 1:
+    if not is_one(between):
         return None
     n, m = source[sharded[0]], source[sharded[1]]
     ranges = [
@@ -116,7 +116,7 @@ def _unflatten(layout: Layout, right: list[int], target: Sequence[Any]) -> dict[
         if factor is None:
             return None
         if not isinstance(size, int) or size % factor.period == 0:
-            if size != 1:
+            if not is_one(size):
                 return {d: factor}
         inner = inner * size
     return None
@@ -239,7 +239,7 @@ def squeeze(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strate
         return
     dims = call.arg(1, "dim")
     dims = range(n) if dims is None else [dims] if isinstance(dims, int) else dims
-    gone = {normalize_dim(d, n) for d in dims if source.shape[normalize_dim(d, n)] == 1}
+    gone = {normalize_dim(d, n) for d in dims if is_one(source.shape[normalize_dim(d, n)])}
     if not gone & set(placement.dims):
         moved = {d - sum(g < d for g in gone): x for d, x in placement.layouts}
         # The dimensions by number: a dimension whose local size is one must stay if its global size is larger.
@@ -262,7 +262,7 @@ def expand(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strateg
     if isinstance(placement, Shard):
         yield _expanded(placement, box, call)
     for d in range(out.ndim):
-        grows = d < lift or (source.shape[d - lift] == 1 and out.shape[d] != 1)
+        grows = d < lift or (is_one(source.shape[d - lift]) and not is_one(out.shape[d]))
         if not grows or not isinstance(out.shape[d], int):
             continue
         layout = _over_replicas(box, out.shape[d], call.world)

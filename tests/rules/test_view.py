@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from rules.families import assert_offers, strategies, validate
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from paraxis.placement import Layout, Shard
+from paraxis.rules import Call, Tensor
 from paraxis.rules.validation.draw import f
-from paraxis.rules.view import carry, groups
+from paraxis.rules.view import carry, expand, groups, squeeze
 
 aten = torch.ops.aten
 
@@ -52,3 +54,15 @@ def test_repeated_key_value_heads_follow_the_queries() -> None:
     assert mine in [s.outputs[0] for s in expanded]
     (flat,) = strategies(aten.reshape.default, (f(1, 2, 4, 3, 4), [1, 8, 3, 4]), [mine], world=4)
     assert flat.outputs == (Shard.of(1, Layout.even(8, 4)),)
+
+
+def test_sizes_that_the_data_decides_are_not_compared() -> None:
+    """How many images are not padding, say: comparing such a size with one cannot be answered before it runs."""
+    count = ShapeEnv().create_unbacked_symint()
+    source, out = Tensor(0, (count, 1, 4), torch.float32), Tensor(0, (count, 6, 4), torch.float32)
+    placement = Shard.of(2, Layout.even(4, 2))
+    grown = Call(aten.expand.default, (source, [count, 6, 4]), {}, (source,), (out,), world=2)
+    assert placement in [s.outputs[0] for s in expand(grown, [placement])]
+    squeezed = Tensor(0, (count, 4), torch.float32)
+    less = Call(aten.squeeze.dims, (source, [0, 1]), {}, (source,), (squeezed,), world=2)
+    assert [s.outputs[0] for s in squeeze(less, [placement])] == [Shard.of(1, Layout.even(4, 2))]
