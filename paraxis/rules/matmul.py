@@ -125,6 +125,19 @@ def solve_triangular(call: Call, placements: Sequence[InputPlacement]) -> Iterab
             yield Strategy((REPLICATE, placement), (Shard.of(out, layout),))
 
 
+@builtin_rule(
+    aten.linalg_inv_ex.default,
+    aten.linalg_cholesky_ex.default,
+    aten.linalg_matrix_exp.default,
+    samples="matmul",
+)
+def square_matrices(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
+    """Inverse, Cholesky factor and exponential of each matrix of a batch: the batch."""
+    (placement,) = placements
+    if isinstance(placement, Shard) and all(d < call.inputs[0].ndim - 2 for d in placement.dims):
+        yield Strategy((placement,), (placement,) * len(call.outputs))
+
+
 @builtin_rule(aten._cdist_forward.default, samples="matmul")
 def distances(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """Distances between all points of the left and of the right: the points of either, not the coordinates."""

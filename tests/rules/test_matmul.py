@@ -34,6 +34,7 @@ def test_every_strategy_for_the_samples_is_right() -> None:
         (aten.linear.default, (f(2, 8), f(12, 8), f(12)), ("S(1)", "S(1)", "P"), ("P",)),
         (aten.addmm.default, (f(12), f(2, 8), f(8, 12)), ("S(0)", "R", "S(1)"), ("S(1)",)),
         (aten.matmul.default, (f(2, 8), f(8, 6)), ("S(1)", "S(0)"), ("P",)),
+        (aten.linalg_inv_ex.default, (f(4, 6, 5, 5),), ("S(1)",), ("S(1)", "S(1)")),
     ],
 )
 def test_rule_offers_these_placements(op: Any, args: Any, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> None:

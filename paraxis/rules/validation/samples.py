@@ -120,6 +120,9 @@ def matmuls() -> list[Sample]:
         call(solve, triangular(4, 6, 6), f(4, 6, 8), upper=True),
         call(solve, triangular(6, 6), f(6, 8), upper=True),
         call(solve, triangular(6, 6), f(4, 8, 6), upper=True, left=False),
+        call(aten.linalg_inv_ex.default, triangular(4, 6, 5, 5)),
+        call(aten.linalg_cholesky_ex.default, 9 * torch.eye(5, dtype=torch.float64) + f(6, 5, 5), upper=True),
+        call(aten.linalg_matrix_exp.default, f(4, 6, 5, 5)),
         call(aten._cdist_forward.default, f(4, 6, 3), f(4, 8, 3), 2.0, None),
         call(aten._cdist_forward.default, f(6, 4), f(8, 4), 1.0, None),
     ]
