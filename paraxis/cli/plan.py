@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,6 +61,10 @@ def command(
         Path | None, typer.Option("--save", help="Write the plan as JSON, for `plan=` and `paraxis diff`.")
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write an HTML report with diagrams.")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option("--filter", metavar="PATTERN", help="Show only layers with matching names, as in '*.down_proj'."),
+    ] = None,
     timings: Annotated[bool, typer.Option("--timings", help="Print the seconds of every stage and pass.")] = False,
     as_json: JsonOption = False,
     debug: Debug = False,
@@ -74,6 +79,8 @@ def command(
     paraxis plan org/model --tp auto --gpu H100-80GB --batch 8 --context 8192
 
     paraxis plan org/model --tp 8 --html plan.html
+
+    paraxis plan org/model --tp 8 --filter '*.self_attn.*'
     """
     with report_errors(debug):
         ranks = ranks_of(tp, gpu)
@@ -83,6 +90,8 @@ def command(
             context = DEFAULT_CONTEXT
         check_output("--html", html)
         check_output("--save", save)
+        if only is not None and as_json:
+            raise UsageError("--filter is for the table; --json prints all layers")
         from ..plan.memory import Sizes
         from ..plan.offline import plan_offline
 
@@ -101,13 +110,22 @@ def command(
             plan_for(plan.world_size, html)
         if save is not None:
             plan.save(str(save))
-        show(plan, gpu, as_json)
+        if only is not None:
+            check_filter(plan, only)
+        show(plan, gpu, as_json, only or "*")
         if timings and not as_json:
             console().print(timings_table(plan))
 
 
-def show(plan: Plan, gpu: str | None, as_json: bool) -> None:
-    """Print the plan, its memory, and whether that fits on the GPU."""
+def check_filter(plan: Plan, pattern: str) -> None:
+    """Raise if ``--filter`` matches no layer."""
+    if not any(fnmatchcase(layer.name, pattern) for layer in plan.layers):
+        some = ", ".join(layer.name for layer in plan.layers[:3])
+        raise UsageError(f"--filter {pattern!r} matches no layer; names are like {some}; * stands for any text")
+
+
+def show(plan: Plan, gpu: str | None, as_json: bool, pattern: str = "*") -> None:
+    """Print the layers whose names match a pattern, the memory, and whether that fits on the GPU."""
     assert plan.memory is not None
     fits = None if gpu is None else plan.memory.total <= usable_bytes(gpu)
     if as_json:
@@ -120,7 +138,7 @@ def show(plan: Plan, gpu: str | None, as_json: bool) -> None:
         typer.echo(json.dumps({**plan.to_json(), **more}, indent=1))
         return
     out = console()
-    out.print(plan.table())
+    out.print(plan.table(pattern))
     out.print(f"Memory: {plan.memory}.")
     if fits is not None:
         out.print(f"{'Fits' if fits else 'Does not fit'} on {gpu} (limit: {USABLE:.0%} of its memory).")

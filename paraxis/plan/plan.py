@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..placement import Placement, Replicate, from_json, local_shape, to_json
@@ -306,12 +307,17 @@ class Plan:
 
     # -- text --------------------------------------------------------------------------------------------------
 
-    def table(self) -> Table:
-        """One row per kind of layer: repeated blocks are shown once, with their count."""
+    def table(self, pattern: str = "*") -> Table:
+        """One row per kind of layer whose name matches a pattern, as in ``"*.down_proj"``.
+
+        Repeated blocks are shown once, with their count. The notes below are those of the full plan.
+        """
         from rich.table import Table
 
         rows: dict[tuple[Any, ...], list[str]] = {}
         for layer in self.layers:
+            if not fnmatchcase(layer.name, pattern):
+                continue
             key = (pattern_of(layer.name), layer.kind, layer.axis, layer.input_is_parallel, layer.collective)
             rows.setdefault((*key, layer.global_shape, layer.local_shape), []).append(layer.name)
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
@@ -319,9 +325,9 @@ class Plan:
         table = Table(title=title, caption=self._caption(), caption_justify="left")
         for column in ("layer", "×", "kind", "parallel", "input", "collective", "shape", "local shape"):
             table.add_column(column, justify="right" if column == "×" else "left")
-        for (pattern, kind, axis, parallel, collective, full, local), names in rows.items():
+        for (repeated, kind, axis, parallel, collective, full, local), names in rows.items():
             table.add_row(
-                pattern,
+                repeated,
                 str(len(names)),
                 kind,
                 axis or "replicated",

@@ -32,6 +32,24 @@ def test_the_table_shows_collectives_and_memory(folder: str) -> None:
     assert "Fits on 24GB (limit: 90% of its memory)." in found.output
 
 
+def test_filter_shows_only_the_layers_that_match(folder: str) -> None:
+    found = call("plan", folder, "--tp", "2", "--filter", "*.down_proj")
+    assert found.exit_code == 0, found.output
+    rows = [line for line in found.output.splitlines() if "linear" in line and "│" in line]
+    assert len(rows) == 1 and "mlp.down_proj" in rows[0]
+    assert "Collectives per forward pass:" in found.output
+
+
+def test_filter_without_a_match_names_some_layers(folder: str) -> None:
+    found = call("plan", folder, "--tp", "2", "--filter", "down_proj")
+    assert found.exit_code != 0 and "matches no layer" in found.stderr and "model.embed_tokens" in found.stderr
+
+
+def test_filter_is_for_the_table_alone(folder: str) -> None:
+    found = call("plan", folder, "--tp", "2", "--filter", "*", "--json")
+    assert found.exit_code != 0 and "--filter is for the table" in found.stderr
+
+
 @pytest.mark.parametrize(("optimal", "gpu", "text"), [(True, "24GB", "Fits on"), (False, "0.001GB", "Does not fit on")])
 def test_the_summary_says_whether_it_fits_and_is_optimal(
     optimal: bool, gpu: str, text: str, capsys: pytest.CaptureFixture[str]
