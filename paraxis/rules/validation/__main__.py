@@ -54,7 +54,7 @@ def survey(operators: Sequence[str] = ()) -> list[Row]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the results; the exit code is 1 if a rule is wrong."""
+    """Print the results; the exit code is 1 if a rule is wrong, 2 if a name matches no rule."""
     parser = argparse.ArgumentParser(prog="python -m paraxis.rules.validation", description=__doc__)
     parser.add_argument("operators", nargs="*", help="parts of operator names, such as aten.softmax (default: all)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -62,6 +62,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         rows = survey(options.operators)
+    if unknown := [name for name in options.operators if not any(name in row.operator for row in rows)]:
+        parser.error(
+            f"no operator with a rule and sample calls has a name that contains {', '.join(unknown)}: "
+            f"add a rule, or calls of its family in paraxis/rules/validation/samples.py"
+        )
     if options.json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
     else:
