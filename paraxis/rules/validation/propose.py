@@ -43,8 +43,12 @@ def propose(target: Any, samples: SampleSource | None = None) -> str:
         reason = _hopeless(target, calls)
         lines = [] if reason else _search(calls, again)
         if reason or not lines:
-            reason = reason or f"in {len(calls)} calls, no way to shard its inputs gave the unsharded result"
-            return f"# {target}: {reason}.\n# It has no rule and runs replicated, on every rank.\n"
+            if reason is None:
+                reason = (
+                    f"no line of a table is right for all {len(calls)} calls. If an argument decides, such as a dim, "
+                    f"write the rule as a function"
+                )
+            return f"# {target}: {reason}.\n# Without a rule it runs replicated, on every rank.\n"
         report = report_on(lines, again, WORLDS)
     return _source(target, lines, samples, len(calls), report.sharded)
 

@@ -79,7 +79,11 @@ def test_a_function_of_samples_is_imported() -> None:
 
 
 def test_says_why_there_is_no_rule() -> None:
-    for op, why in ((mixes_everything, "no way"), (noise, "random"), (secret_noise, "differ from call to call")):
+    for op, why in (
+        (mixes_everything, "no line of a table"),
+        (noise, "random"),
+        (secret_noise, "differ from call to call"),
+    ):
         source = propose(op, [sample(op, f(4, 6))])
         assert why in source and "runs replicated" in source
         exec(source, {})
