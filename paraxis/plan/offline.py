@@ -92,8 +92,10 @@ class Planned:
         pipeline = self.config.pipeline or build_parallel_pass_pipeline()
         pipeline.index(after)
         found: list[GraphModule] = []
+        ran: list[str] = []
 
         def observe(step: PassBase, program: GraphModule) -> None:
+            ran.append(step.title)
             if step.title == after:
                 found.append(program)
                 raise _Reached
@@ -107,7 +109,7 @@ class Planned:
         if after == LOCAL_PROGRAM:  # a single rank has none
             assert self.ctx.last_optimized_graph_module is not None
             return self.ctx.last_optimized_graph_module
-        raise ValueError(f"the pass {after!r} does not apply to this program")
+        raise ValueError(f"the pass {after!r} does not apply to this program; these do: {', '.join(ran)}")
 
 
 class _Reached(Exception):
