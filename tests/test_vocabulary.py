@@ -85,4 +85,4 @@ def test_every_exception_is_needed() -> None:
 if __name__ == "__main__":
     for file in files(tuple(str(Path(a).resolve().relative_to(ROOT)) for a in sys.argv[1:]) or PLACES):
         for number, word, line in found_in(file):
-            print(f"{file.relative_to(ROOT)}:{number}: {word}: {line}")
+            print(f"{file.relative_to(ROOT)}:{number}: {word!r}: say {WORDS[word]}: {line}")
