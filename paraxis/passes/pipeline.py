@@ -25,7 +25,6 @@ from ..optimize.moe_experts import run_experts_in_sequence
 from ..optimize.prefill import drop_causal_masks, merge_narrow_linears
 from ..optimize.redistributions import drop_redistributions
 from ..optimize.single_query_attention import decompose_single_query_attention
-from ..optimize.unit_factors import drop_unit_factors
 from .agree import AgreeOnProgramPass
 from .annotate import ParallelLayerAnnotatePass
 from .base import PassPipeline, Rewrite
@@ -61,12 +60,6 @@ def build_parallel_pass_pipeline() -> PassPipeline:
                 "A single rank without gradients communicates nothing: redistributions are dropped.",
                 lambda m, s: drop_redistributions(m),
                 lambda s: s.ranks == 1 and s.inference,
-            ),
-            Rewrite(
-                "drop_unit_factors",
-                "Products with the number one are dropped.",
-                lambda m, s: drop_unit_factors(m),
-                lambda s: s.eager,
             ),
             Rewrite(
                 "fuse_eager_operators",
