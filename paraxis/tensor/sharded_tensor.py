@@ -184,6 +184,11 @@ class ShardedTensor(torch.Tensor):
         (local,) = inner.values()
         return ShardedTensor(local, spec, size)
 
+    def _is_view(self) -> bool:
+        """To the compiler never a view: autograd calls the result of a view operator on a sharded tensor a view, but it
+        is a tensor with a shard of its own, and the compiler cannot derive it from another one."""
+        return False
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         where = "unplaced" if self._spec.placement is None else str(self._spec.placement)
         return f"ShardedTensor(shape={tuple(self.shape)}, local={tuple(self._local.shape)}, placement={where})"

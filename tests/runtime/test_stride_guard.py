@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from models.compare import batch, max_difference, parallel, reference
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -84,3 +87,32 @@ def test_placements_and_strides_of_arguments() -> None:
     assert not matches(first, sharded(torch.zeros(2, 4, 6, 8))), "another size"
     assert matches(first, second), "a call that does not match changes nothing"
     assert ShardGuard({}).matches((first,))
+
+
+def change_the_cache(folder: str, compile: Any) -> list[tuple[str, float]]:
+    """Errors of decode steps on a cache that the user has repeated, selected from, cropped or reordered."""
+    (model, _), unsharded = parallel(folder, compile=compile), reference(folder)
+    ids, _ = batch(256)
+    changes: dict[str, Callable[[Any], Any]] = {
+        "repeated": lambda cache: cache.batch_repeat_interleave(2),
+        "selected": lambda cache: cache.batch_select_indices(torch.tensor([1, 0, 1])),
+        "cropped": lambda cache: cache.crop(-3),
+        "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    }
+    errors = []
+    with torch.no_grad():
+        for name, change in changes.items():
+            logits: list[list[torch.Tensor]] = []
+            for one in (model, unsharded):
+                cache = one(input_ids=ids, use_cache=True).past_key_values
+                change(cache)
+                step = ids[:1, :1].expand(cache.layers[0].keys.shape[0], 1).contiguous()
+                logits.append([one(input_ids=step, past_key_values=cache).logits for _ in range(2)])
+            errors += [(name, max_difference(a, b)) for a, b in zip(*logits, strict=True)]
+    return errors
+
+
+@pytest.mark.parametrize("compile", [None, "inductor"])
+def test_decode_on_a_cache_that_was_changed(ranks: Any, checkpoints: Any, compile: Any) -> None:
+    for errors in ranks(2).run(change_the_cache, checkpoints("llama", num_hidden_layers=1), compile):
+        assert max(error for _, error in errors) < 1e-4, errors
