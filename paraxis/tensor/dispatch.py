@@ -7,7 +7,6 @@ other operator the tensors are gathered and it is computed replicated, with a wa
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.torch import DisableTorchFunctionSubclass, operator_name, pytree, schema_of
 from ..distributed.random import RandomState
+from ..utils.user_line import warn_user
 from .grad_scaler import unscale
 from .norms import norms
 from .rule_dispatch import dispatch_by_rule
@@ -182,10 +182,9 @@ def _replicated(func: Any, args: Any, kwargs: Any) -> Any:
     """Gather, compute replicated, and warn once per operator. Writes to a sharded argument go back to its shard."""
     if func not in _warned:
         _warned.add(func)
-        warnings.warn(
+        warn_user(
             f"{func} was called on a sharded tensor outside the compiled model: the tensor is gathered first, which "
-            "is correct but slow. Call the model, or work on `tensor.to_local()`.",
-            stacklevel=3,
+            "is correct but slow. Call the model, or work on `tensor.to_local()`."
         )
     gathered: list[tuple[ShardedTensor, torch.Tensor]] = []
 
