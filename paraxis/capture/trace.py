@@ -31,7 +31,6 @@ from ..compat.dynamo import (
     ignore_logging,
     source_of,
 )
-from ..compat.torch import call_forward_and_hooks
 from ..compat.transformers import install_output_hooks, logger_methods
 from ..errors import CaptureError, GraphBreak
 from .mark_output import mark_output, mark_results
@@ -45,19 +44,20 @@ class _Captured(Exception):
 
 
 def entry(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled: the model's call, hooks included, with the tensors that the caller gets marked."""
+    """What is compiled: the forward of a module, with the tensors that the caller gets marked. Hooks of the module
+    itself run around it, in Python."""
     begin_tracing()
-    return mark_output(call_forward_and_hooks(model, *args, **kwargs))
+    return mark_output(model.forward(*args, **kwargs))
 
 
 def entry_sharded(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The same for ``gather_outputs=False``: results leave the graph with the placement that they have."""
     begin_tracing()
-    return call_forward_and_hooks(model, *args, **kwargs)
+    return model.forward(*args, **kwargs)
 
 
 def forward_entry(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled of the top-level model: its forward. Hooks of the model itself run around it, in Python."""
+    """What is compiled of a model whose forward leads into its program: the forward of its class."""
     begin_tracing()
     return mark_results(type(model).forward(model, *args, **kwargs))
 
@@ -74,7 +74,7 @@ _serial = itertools.count()
 def fresh_entry(gather_outputs: bool = True, forward: bool = False) -> Callable[..., Any]:
     """The entry point under a code object of its own: Dynamo has its caches and limits per code object.
 
-    With ``forward``, the entry point for the model's forward alone, which runs inside of the model's call.
+    With ``forward``, the entry point for a model whose forward is replaced by its program.
     """
     if forward:
         function = forward_entry if gather_outputs else forward_entry_sharded
@@ -112,6 +112,12 @@ def begin_tracing() -> bool:
                 torch.backends.mha.set_fastpath_enabled(False)
         _tracing.active = True
     return True
+
+
+@torch.compiler.assume_constant_result
+def is_tracing() -> bool:
+    """Whether Dynamo traces one of our entry points, and not something that somebody else compiles."""
+    return _tracing.active
 
 
 def end_tracing() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch._dynamo as dynamo
 from torch import nn
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
 from torch._dynamo.source import (
     AttrSource,
@@ -26,6 +27,7 @@ from torch._dynamo.source import (
     SubclassAttrListSource,
     TypeSource,
 )
+from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule
@@ -37,6 +39,7 @@ __all__ = [
     "TorchDynamoException",
     "TorchRuntimeError",
     "TracingContext",
+    "attribute_of",
     "attribute_of_global",
     "buffer_of",
     "detect_fake_mode",
@@ -48,6 +51,7 @@ __all__ = [
     "is_training_flag",
     "mark_maybe_dynamic",
     "name_inputs",
+    "never_compile",
     "parameter_of",
     "raise_recompile_limit",
     "source_of",
@@ -77,6 +81,13 @@ specialize: Callable[..., None] = dynamo.mark_static
 def raise_recompile_limit(limit: int) -> None:
     """Let Dynamo compile a function at least so many times before it falls back to eager. Never lowers the limit."""
     dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, limit)
+
+
+def never_compile(function: Callable[..., Any]) -> None:
+    """Let a ``torch.compile`` of somebody else run this function in Python, and all that it calls, even if it asks for
+    one graph. Unlike a function under ``torch.compiler.disable`` it costs a call nothing, and may be inlined."""
+    skip = FrameAction.SKIP
+    set_code_exec_strategy(function.__code__, FrameExecStrategy(skip, skip))  # type: ignore[attr-defined]
 
 
 # -- logger calls in a forward -------------------------------------------------------------------------------------
@@ -133,11 +144,14 @@ def is_class_attribute_of_local(source: Any) -> bool:
 
 
 def guards_global_constant(entry: Any) -> bool:
-    """Whether a guard checks that a global name still is the same module, class or built-in function."""
+    """Whether a guard checks that a global name still is the same module or class, or a built-in name the same.
+
+    Functions of a module (``F.scaled_dot_product_attention``) are not meant: somebody may patch them.
+    """
     if entry.guard_type not in ("MODULE_MATCH", "CLASS_MATCH", "BUILTIN_MATCH"):
         return False
     source = source_of(entry)
-    if source is None:
+    if source is None or (entry.guard_type == "BUILTIN_MATCH" and type(source) is AttrSource):
         return False
     *links, root = _chain(source)
     return type(root) is GlobalSource and all(type(link) in (AttrSource, DictGetItemSource) for link in links)
@@ -146,6 +160,11 @@ def guards_global_constant(entry: Any) -> bool:
 def guards_subclass_metadata(entry: Any) -> bool:
     """Whether a guard compares the metadata of a tensor subclass: what ``__tensor_flatten__`` returns second."""
     return bool(entry.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH")
+
+
+def attribute_of(source: Any) -> str | None:
+    """The name of the attribute that a source is; None if it is something else."""
+    return str(source.member) if type(source) is AttrSource else None
 
 
 def is_training_flag(source: Any) -> bool:

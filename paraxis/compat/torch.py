@@ -28,6 +28,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _len_t
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.autograd import forward_ad
 from torch.nn import _reduction
+from torch.nn.modules import module as module_namespace
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -45,6 +46,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "after_backward",
+    "backward_hooks",
     "call_forward_and_hooks",
     "core_aten_decompositions",
     "current_dispatch_modes",
@@ -52,9 +54,12 @@ __all__ = [
     "disable_dispatch_modes",
     "dispatch_mode_depth",
     "foreach_mul",
+    "forward_hooks",
     "fused_sdp_choice",
+    "global_module_hooks",
     "has_backward_hooks",
     "has_compiled_call",
+    "has_module_hooks",
     "higher_order_name",
     "is_grad_mode_switch",
     "is_traceable_wrapper_subclass",
@@ -64,6 +69,7 @@ __all__ = [
     "make_wrapper_subclass",
     "mark_as_parameter",
     "mkldnn_enabled",
+    "module_hook_dicts",
     "must_use_aten",
     "operator_database",
     "operator_name",
@@ -181,6 +187,35 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
 def has_compiled_call(module: nn.Module) -> bool:
     """Whether calling the module runs compiled code instead of its forward."""
     return getattr(module, COMPILED_CALL) is not None
+
+
+module_hook_dicts: tuple[Callable[[nn.Module], dict[int, Any]], ...] = tuple(
+    map(attrgetter, ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"))
+)
+"""A module's hooks by their ids, of each of the four kinds."""
+
+global_module_hooks: tuple[dict[int, Any], ...] = (
+    module_namespace._global_forward_hooks,
+    module_namespace._global_forward_pre_hooks,
+    module_namespace._global_backward_hooks,
+    module_namespace._global_backward_pre_hooks,
+)
+"""The hooks of all modules of the process: what ``register_module_forward_hook`` and its like fill."""
+
+
+def forward_hooks(module: nn.Module) -> list[tuple[int, Callable[..., Any]]]:
+    """The forward hooks and forward pre-hooks of a module, with their ids."""
+    return [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+
+
+def backward_hooks(module: nn.Module) -> list[int]:
+    """The ids of the backward hooks of a module."""
+    return [*module._backward_hooks, *module._backward_pre_hooks]
+
+
+def has_module_hooks(module: nn.Module) -> bool:
+    """Whether hooks run around this module's forward: its own, or those of all modules."""
+    return any(global_module_hooks) or any(hooks(module) for hooks in module_hook_dicts)
 
 
 # -- who watches ---------------------------------------------------------------------------------------------------

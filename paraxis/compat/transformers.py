@@ -25,6 +25,7 @@ __all__ = [
     "init_weights_of",
     "initialize_weights_slot",
     "install_output_hooks",
+    "is_output_hook",
     "keys_to_ignore_on_load",
     "keys_to_ignore_on_save",
     "logger_methods",
@@ -50,6 +51,11 @@ def install_output_hooks(model: nn.Module) -> None:
     except ImportError:  # a version that collects these outputs in another way
         return
     maybe_install_capturing_hooks(model)
+
+
+def is_output_hook(hook: Any) -> bool:
+    """Whether a hook of a module is one that :func:`install_output_hooks` has installed."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def logger_methods() -> list[Callable[..., Any]]:

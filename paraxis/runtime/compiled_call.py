@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from ..capture.dynamic_shapes import mark_dynamic, mark_static
 from ..capture.trace import end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
 from ..compat.dynamo import CAPTURE_ERRORS, raise_recompile_limit
-from ..compat.torch import call_forward_and_hooks, has_backward_hooks, set_compiled_call
+from ..compat.torch import has_backward_hooks
 from ..compat.transformers import install_output_hooks
 from ..config import Config
 from ..context import ParallelExecutionCtx
@@ -32,14 +32,16 @@ from .dispatch_modes import with_dispatch_modes, without_dispatch_modes
 from .gather_on_access import gather_on_access
 from .guards import (
     ParametersReplaced,
-    Structure,
     all_guards,
+    attributes_read,
     needed_guards,
     other_than_parameters,
     with_same_parameters,
 )
 from .inductor import parameters_by_position
 from .late_parameters import register_late_parameters
+from .model_watch import ModelWatch
+from .submodule_call import callable_children, install_submodule_call
 
 RECOMPILE_LIMIT = 64
 """Prefill, decode, training and their dynamic variants are all compilations of one function."""
@@ -50,10 +52,11 @@ class CompiledCall:
 
     A module whose forward cannot be captured as one graph *falls back*: its own forward runs in Python, on replicated
     tensors, and each of its children is compiled by itself, and falls back in its turn if need be. ``plan.breaks`` says
-    so, with the line that breaks the graph.
+    so, with the line that breaks the graph. It does the same where submodules have
+    hooks that must run in Python (:mod:`.hooks`), for as long as they have.
 
-    Of the model itself it is the forward that is replaced: it is also called directly, by wrappers of the model, and
-    what wraps it (hooks, mixed precision) is left in Python. Then ``forward`` is the model's own.
+    Hooks of the module itself run around this call. Of the model itself the forward is replaced: it is also called
+    directly, by wrappers of the model. Then ``forward`` is the model's own.
     """
 
     def __init__(
@@ -68,16 +71,24 @@ class CompiledCall:
         raise_recompile_limit(RECOMPILE_LIMIT)
         self.module, self.ctx, self.config, self.name = module, ctx, config, name
         self.forward = forward
-        self.fell_back = self.running = False
+        self.fell_back = self.running = self.hooked = False
         self._compile_times = -1
         self._guarded = shards_parameters(ctx, config)
-        self._structure = None if config.compile is None else Structure(module)
+        self._watch: ModelWatch | None = None
         self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        """Programs by the hooks that are part of them: one is used again when a hook is removed."""
 
     def _compile(self) -> Callable[..., Any]:
-        install_output_hooks(self.module)  # a model that runs by a plan of an earlier run was not captured before
         unguarded = not self._guarded and self.config.compile is None  # parameters are
-        reduced = other_than_parameters if self.config.compile is None else needed_guards
+        watch = self._watch
+        assert watch is not None
+
+        def needed(entries: Sequence[Any]) -> list[bool]:
+            watch.read_attributes(attributes_read(entries))
+            return needed_guards(entries)
+
+        reduced = other_than_parameters if self.config.compile is None else needed
 
         def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             register_late_parameters(self.module, self.name, self.ctx, self.config)
@@ -90,19 +101,38 @@ class CompiledCall:
 
         entry = fresh_entry(self.config.gather_outputs, forward=self.forward is not None)
         guards: dict[str, Any] = {"guard_filter_fn": all_guards if self._guarded else reduced}
-        return torch.compile(entry, fullgraph=True, backend=backend, options=guards)
+        program = torch.compile(entry, fullgraph=True, backend=backend, options=guards)
+        self._programs[watch.graph_hooks] = program
+        return program
+
+    def _take_up_changes(self) -> None:
+        """After a first look at the module, or at what somebody has changed since: choose what a call runs."""
+        watch = self._watch
+        if watch is None:
+            install_output_hooks(self.module)  # a model that runs by a plan of an earlier run was not captured before
+            watch = ModelWatch(self.module, torch_modules=self.config.compile is not None)
+        elif watch.look():
+            self._programs.clear()
+        self._watch = None  # look again in the next call, if what was found is refused
+        hooks = watch.python_hooks
+        if hooks and not self.hooked:
+            shown = ", ".join(hooks[:3]) + (f" and {len(hooks) - 3} more" if len(hooks) > 3 else "")
+            self._run_in_python(f"the hooks of {shown} run in Python, at every call")
+        self._watch, self.hooked = watch, bool(hooks)
+        self._compiled = self._programs.get(watch.graph_hooks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled graph, compiling it first if this is a new kind of call."""
-        if not self.fell_back:
+        if not self.fell_back and (self._watch is None or self._watch.changed()):
+            self._take_up_changes()
+        if not self.fell_back and not self.hooked:
             if self._compile_times != self.ctx.compile_times:  # the call before compiled: this one may have to as well
                 self._compile_times = self.ctx.compile_times
                 malloc_trim()
                 mark_dynamic(args, kwargs)
             if self.config.enable_sequence_parallel:
                 mark_static(args, kwargs)
-            changed = self._structure is not None and self._structure.changed()
-            if self._compiled is None or changed:
+            if self._compiled is None:
                 self._compiled = self._compile()
             self.running = True
             try:
@@ -113,6 +143,7 @@ class CompiledCall:
                 if self._guarded:
                     raise
                 self._guarded = True
+                self._programs.clear()
                 self._compiled = self._compile()
                 return self(*args, **kwargs)
             except CAPTURE_ERRORS as error:
@@ -122,21 +153,28 @@ class CompiledCall:
             finally:
                 self.running = False
                 end_tracing()
+            if self._watch is not None and self._watch.leave_graph():  # it may be a hook that breaks the graph
+                self._take_up_changes()
+                return self(*args, **kwargs)
             self.fall_back(str(problem))
-        if self.forward is not None:
-            return self.forward(*args, **kwargs)
-        return call_forward_and_hooks(self.module, *args, **kwargs)
+        if self.forward is None:
+            return self.module.forward(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def fall_back(self, problem: str) -> None:
         """Run the module's own forward in Python from now on, and compile its children instead."""
+        self._run_in_python(problem)
+        self.fell_back = True
+        plan = self.ctx.plan or Plan(self.ctx.world_size)
+        self.ctx.plan = replace(plan, breaks=(*plan.breaks, f"{self.name or 'the model'}: {problem}"))
+
+    def _run_in_python(self, problem: str) -> None:
+        """Prepare for running the module's own forward in Python, and the children as graphs of their own."""
         if shards_parameters(self.ctx, self.config):
             raise CaptureError(
                 f"{self.name or 'the model'} is not one graph, and data-parallel ranks that shard parameters must "
                 f"gather them in one order, whatever their data: {problem}. Use data_parallel='replicate'."
             )
-        self.fell_back = True
-        plan = self.ctx.plan or Plan(self.ctx.world_size)
-        self.ctx.plan = replace(plan, breaks=(*plan.breaks, f"{self.name or 'the model'}: {problem}"))
         if self.ctx.rank == 0:
             logging.getLogger("paraxis").warning("%s. Its parts run as graphs of their own.", problem)
         if self.ctx.state.planning:  # its own parameters are read by Python code, which no plan knows
@@ -145,8 +183,8 @@ class CompiledCall:
         for parameter in self.module.parameters():
             if isinstance(parameter, ShardedTensor) and parameter.requires_grad and not has_backward_hooks(parameter):
                 parameter.register_hook(partial(shard_gradient, parameter))
-        for name, child in _callable_children(self.module, self.name):
-            set_compiled_call(child, CompiledCall(child, self.ctx, self.config, name))
+        for name, child in callable_children(self.module, self.name):
+            install_submodule_call(child, partial(CompiledCall, child, self.ctx, self.config, name))
 
 
 def place_unused(ctx: ParallelExecutionCtx, config: Config, which: set[int] | None = None) -> None:
@@ -177,15 +215,3 @@ def plan_by_running(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str,
     finally:
         ctx.state.planning = False
     place_unused(ctx, config)
-
-
-def _callable_children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
-    """The children with a forward of their own; those of a list or dictionary of modules in its place."""
-    found = []
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if type(child).forward is nn.Module.forward or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += _callable_children(child, path)
-        elif any(True for _ in child.parameters()):
-            found.append((path, child))
-    return found

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..capture.trace import guards_mha_fastpath
 from ..compat.dynamo import (
+    attribute_of,
     guards_global_constant,
     guards_subclass_metadata,
     guards_torch_module,
@@ -33,39 +33,6 @@ from ..compat.dynamo import (
 )
 from ..tensor.parameter_meta import ParameterMeta
 from ..tensor.sharded_tensor import ShardedTensor, shards_version
-
-_registrations = 0
-_counting = False
-
-
-def _count(*_: Any) -> None:
-    global _registrations
-    if not torch.compiler.is_compiling():  # a forward that builds modules would be guarded on the number of all others
-        _registrations += 1
-
-
-class Structure:
-    """The modules that a model consists of: notices when one is replaced (an adapter around a layer), which the guards
-    that are dropped would not. Compares them only after some module was registered somewhere in the process."""
-
-    def __init__(self, module: nn.Module) -> None:
-        global _counting
-        if not _counting:
-            register_module_module_registration_hook(_count)
-            _counting = True
-        self.module, self._seen = module, _registrations
-        self._known = self._modules()
-
-    def _modules(self) -> tuple[int, ...]:
-        return tuple(map(id, self.module.modules()))
-
-    def changed(self) -> bool:
-        """Whether the modules are others than in the last call of this method, or at construction."""
-        if self._seen == _registrations:
-            return False
-        before, self._seen, self._known = self._known, _registrations, self._modules()
-        return before != self._known
-
 
 # -- filters for ``guard_filter_fn`` -------------------------------------------------------------------------------
 
@@ -99,6 +66,19 @@ def needed_guards(entries: Sequence[Any]) -> list[bool]:
     first = next((source for source, value in sharded.items() if not _is_parameter(value)), None)
     sharded.pop(first, None)
     return [_is_needed(e, sharded) for e in entries]
+
+
+def attributes_read(entries: Sequence[Any]) -> set[str]:
+    """The attributes of torch's own modules with a plain value that guards look at, for :class:`.ModelWatch`."""
+    return {
+        name
+        for e in entries
+        if e.has_value
+        and isinstance(e.value, (int, float, str, tuple, type(None)))
+        and guards_torch_module(e)
+        and (name := attribute_of(source_of(e))) is not None
+        and name != "training"
+    }
 
 
 def _is_needed(entry: Any, sharded: dict[Any, ShardedTensor]) -> bool:

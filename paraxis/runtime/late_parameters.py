@@ -29,7 +29,8 @@ def register_late_parameters(module: nn.Module, prefix: str, ctx: ParallelExecut
     """Take up the parameters of ``module`` (called ``prefix`` in the model) that the plan does not know. A collective.
 
     Raises:
-        RuntimeError: on all ranks, if they do not have the same new parameters.
+        RuntimeError: on all ranks, if they do not have the same new parameters, or compile another module: one of them
+            has hooks that the others do not have.
     """
     if ctx.plan is None or ctx.state.planning:
         return
@@ -41,12 +42,20 @@ def register_late_parameters(module: nn.Module, prefix: str, ctx: ParallelExecut
         if name not in known and id(parameter) not in planned:
             new[name] = parameter
     described = [[name, list(p.shape), str(p.dtype), isinstance(p, ShardedTensor)] for name, p in new.items()]
-    answers = all_gather_object(ctx.tp_group, described, "compiling the model", config.sync_timeout)
+    compiling = all_gather_object(ctx.tp_group, [prefix, described], "compiling the model", config.sync_timeout)
+    modules, answers = zip(*compiling, strict=True)
     other = next((rank for rank, theirs in enumerate(answers) if theirs != answers[0]), None)
     if other is not None:
         raise RuntimeError(
             f"the ranks do not have the same parameters: since the model was planned, rank 0 got {_names(answers[0])} "
             f"and rank {other} got {_names(answers[other])}. Change the model alike on every rank."
+        )
+    if len(set(modules)) > 1:
+        named = [name or "the model" for name in modules]
+        raise RuntimeError(
+            "the ranks do not compile the same program: "
+            f"{', '.join(f'rank {i} that of {name}' for i, name in enumerate(named))}. "
+            "Register and remove hooks, and patch modules, alike on every rank."
         )
     if not new:
         return

@@ -7,6 +7,7 @@ would fail on sharded parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from ..tensor.unshard import unsharded_for_inference
 from ..weights.save import save_checkpoint
 from .compiled_call import CompiledCall
 from .redirect_forward import compiled_call_of, model_copier, redirect_forward
+from .submodule_call import already_compiled, has_forward, install_submodule_call
 
 
 def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledCall) -> None:
@@ -37,8 +39,13 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
                 part, compiled_call_of(part, ctx, call.config, f"{call.name}.{name}" if call.name else name)
             )
             part.get_compiled_call = lambda compile_config=None, part=part: part.__call__
+    for name, part in model.named_modules():  # each may be called alone
+        if name and has_forward(part) and any(True for _ in part.parameters()):
+            path = f"{call.name}.{name}" if call.name else name
+            install_submodule_call(part, partial(CompiledCall, part, ctx, call.config, path))
     if hasattr(model, "generate") and dist.get_world_size(ctx.world_group) > 1:
         model.generate = _agreeing(model.generate, model, ctx)
+    model.compile = already_compiled
     if hasattr(model, "get_compiled_call"):  # what generate decodes with: it is compiled already
         model.get_compiled_call = lambda compile_config=None: model.__call__
     if hasattr(model, "save_pretrained") and dist.get_world_size(ctx.world_group) > 1:

@@ -16,18 +16,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.trace import is_tracing
+from ..compat.dynamo import never_compile
 from ..compat.torch import COMPILED_CALL, set_compiled_call
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel import setup_data_parallel
 from ..tensor.sharded_tensor import ShardedTensor
 from .compiled_call import CompiledCall
+from .submodule_call import SubmoduleCall
 
 _BOUND = {
     "forward",
     "generate",
     "save_pretrained",
     "get_compiled_call",
+    "compile",
     "_apply",
     "_original_forward",
     "_is_accelerate_prepared",
@@ -48,19 +52,27 @@ def redirect_forward(model: nn.Module, call: CompiledCall) -> None:
     """Make the model's forward run its program."""
     own = call.forward
     if own is None:
-        set_compiled_call(model, call)
+        set_compiled_call(model, SubmoduleCall(model, lambda: call))
         return
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or call.running:  # the program itself asks for what it is made of
+        if call.running or (torch.compiler.is_compiling() and is_tracing()):  # the program is made of the forward
             return type(self).forward(self, *args, **kwargs)
+        if torch.compiler.is_compiling():  # somebody compiles what this model is a part of
+            return _outside_of_graphs(call, *args, **kwargs)
         return call(*args, **kwargs)
 
+    never_compile(forward)
     # The signature alone: tools that undo wrappers must not go past this one.
     forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
     forward.__doc__ = own.__doc__
     forward.leads_in = True  # type: ignore[attr-defined]
     model.forward = MethodType(forward, model)
+
+
+@torch.compiler.disable
+def _outside_of_graphs(call: CompiledCall, *args: Any, **kwargs: Any) -> Any:
+    return call(*args, **kwargs)
 
 
 def model_copier(

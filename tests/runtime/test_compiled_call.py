@@ -12,7 +12,7 @@ from models.compare import module_errors, parallel_module
 from torch import nn
 
 from paraxis import ParallelExecutionCtx, parallelize_model
-from paraxis.runtime.compiled_call import CompiledCall
+from paraxis.runtime.submodule_call import SubmoduleCall
 
 
 class Inner(nn.Module):
@@ -51,7 +51,7 @@ def run_with_graph_break() -> dict[str, Any]:
         **errors,
         "breaks": ctx.plan.breaks,
         "local": {name: p.local_shape for name, p in ctx.plan.parameters.items()},
-        "children": [isinstance(block._compiled_call_impl, CompiledCall) for block in model.blocks],
+        "children": [isinstance(block._compiled_call_impl, SubmoduleCall) for block in model.blocks],
         "loaded": all(p.to_local().numel() > 0 for p in model.parameters()),
     }
 

@@ -1,0 +1,164 @@
+"""Notices what somebody changes on a model after it was compiled, at a few microseconds per call.
+
+Dynamo does not guard on hooks, and the guards of a compiled program leave out torch's own modules and the classes of
+modules (:mod:`.guards`). What they would notice is noticed here instead, without a loop in Python over all modules:
+
+- torch counts the hooks that are registered in the process, and calls us for each module and parameter that is
+  registered. Only after one of these counts has changed are the modules of the model looked at.
+- A hook that is removed leaves fewer hooks; an attribute that is set on one of torch's modules, more attributes. Their
+  numbers are summed up.
+- Classes are few: the methods and constants of those that define a forward are compared one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from operator import is_, itemgetter
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
+
+from ..compat.torch import COMPILED_CALL, global_module_hooks, module_hook_dicts
+from .hooks import graph_hooks, has_python_hooks
+
+_registrations = 0
+_counting = False
+
+
+def _count(*_: Any) -> None:
+    global _registrations
+    if not torch.compiler.is_compiling():  # a forward that builds modules would be guarded on the number of all others
+        _registrations += 1
+
+
+class ModelWatch:
+    """What a module consists of, as far as a program that was compiled for it depends on it.
+
+    Hooks of the module itself run around its program and are not looked at.
+
+    Args:
+        module: The module.
+        torch_modules: Whether to look at the attributes of torch's own modules: where no guard does.
+    """
+
+    def __init__(self, module: nn.Module, torch_modules: bool) -> None:
+        global _counting
+        if not _counting:
+            register_module_module_registration_hook(_count)
+            register_module_parameter_registration_hook(_count)
+            _counting = True
+        self.module, self._torch_modules = module, torch_modules
+        self.pure_hooks_in_python = False
+        """Whether hooks that a graph could contain run in Python as well: one of them did break the graph."""
+        self.python_hooks: list[str] = []
+        """The submodules whose hooks must run in Python."""
+        self.graph_hooks: tuple[int, ...] = ()
+        """The ids of hooks that are part of the program: another program for other hooks."""
+        self._names: set[str] = set()
+        self._look()
+
+    def read_attributes(self, names: Iterable[str]) -> None:
+        """Look at these attributes of torch's own modules from now on: a program has read them."""
+        if self._torch_modules and not self._names.issuperset(names):
+            self._names.update(names)
+            self._look()
+
+    def changed(self) -> bool:
+        """Whether something may have changed since the last look. It takes microseconds, however large the model."""
+        return not (
+            self._seen == (_registrations, RemovableHandle.next_id)
+            and self._hook_count == self._count_hooks()
+            and all(map(is_, map(getattr, self._owners, self._members), self._values))
+            and self._attribute_count == sum(map(len, self._attributes))
+            and all(list(map(get, attributes)) == known for get, attributes, known in self._constants)
+        )
+
+    def look(self) -> bool:
+        """Look at the model again. Whether programs that were compiled before are stale, whatever the hooks are."""
+        before = self._parts
+        self._look()
+        return not same(before, self._parts)
+
+    def hooks(self) -> tuple[tuple[int, ...], list[str]]:
+        """The hooks that were found by the last look: those of the graph, and the submodules with others."""
+        return self.graph_hooks, self.python_hooks
+
+    def leave_graph(self) -> bool:
+        """Run all of the user's hooks in Python from now on. Whether that changes something: some were in the graph."""
+        before, self.pure_hooks_in_python = self.python_hooks, True
+        self._look()
+        return self.python_hooks != before
+
+    def _count_hooks(self) -> int:
+        own = sum(sum(map(len, map(hooks, modules))) for hooks, modules in self._hooked)
+        return own + sum(map(len, global_module_hooks))
+
+    def _look(self) -> None:
+        named = [(name, module) for name, module in self.module.named_modules() if name]
+        modules = [module for _, module in named]
+        self._seen = (_registrations, RemovableHandle.next_id)
+        self._hooked = [(hooks, with_hooks) for hooks in module_hook_dicts if (with_hooks := [*filter(hooks, modules)])]
+        self._hook_count = self._count_hooks()
+        pure_too = self.pure_hooks_in_python
+        self.python_hooks = [name for name, module in named if has_python_hooks(module, pure_too)]
+        if any(global_module_hooks):
+            self.python_hooks = [name for name, _ in named]
+        self.graph_hooks = tuple(
+            key for module in {id(m): m for _, ms in self._hooked for m in ms}.values() for key in graph_hooks(module)
+        )
+        self._owners, self._members, self._values = class_members(dict.fromkeys(map(type, (self.module, *modules))))
+        torchs = [m for m in modules if is_torch_class(type(m))] if self._torch_modules else []
+        self._attributes = [module.__dict__ for module in torchs]
+        self._attribute_count = sum(map(len, self._attributes))
+        self._constants = [
+            (itemgetter(name), with_name, [attributes[name] for attributes in with_name])
+            for name in sorted(self._names)
+            if (with_name := [attributes for attributes in self._attributes if name in attributes])
+        ]
+        # References, not ids: those of objects that are gone may be used again.
+        self._parts: tuple[Sequence[Any], ...] = (
+            modules,
+            [p for module in (self.module, *modules) for p in module._parameters.values()],
+            [x for d in self._attributes for name, x in d.items() if callable(x) and name != COMPILED_CALL],
+            self._values,
+            [x for _, _, known in self._constants for x in known],
+        )
+
+
+def same(before: tuple[Sequence[Any], ...], now: tuple[Sequence[Any], ...]) -> bool:
+    """Whether both consist of the same objects, or of equal plain values."""
+    return all(
+        len(a) == len(b)
+        and all(x is y or (type(x) is type(y) and isinstance(x, _PLAIN) and x == y) for x, y in zip(a, b))
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+_PLAIN = (int, float, str, tuple)
+
+
+def is_torch_class(cls: type) -> bool:
+    """Whether torch provides this class of modules: guards leave them out."""
+    return cls.__module__.startswith(("torch.nn.", "torch.ao."))
+
+
+def class_members(classes: Iterable[type]) -> tuple[list[type], list[str], list[Any]]:
+    """(classes, names, values) of what classes of modules define beside a forward; of torch's, the forward alone."""
+    found: dict[tuple[type, str], Any] = {}
+    for cls in classes:
+        for base in cls.__mro__:
+            if base is nn.Module or "forward" not in vars(base):
+                continue
+            names = ["forward"] if is_torch_class(base) else [n for n in vars(base) if not n.startswith("__")]
+            for name in names:
+                value = getattr(base, name, None)
+                if isinstance(value, (FunctionType, property, *_PLAIN)) and getattr(base, name) is value:
+                    found[base, name] = value
+    return [cls for cls, _ in found], [name for _, name in found], [*found.values()]
