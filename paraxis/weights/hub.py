@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from pathlib import Path
@@ -12,7 +11,8 @@ import torch.distributed as dist
 
 from ..distributed.consensus import all_gather_object, on_all_ranks
 from ..errors import CheckpointError
-from .weight_map import INDEX_NAME, no_safetensors, other_formats
+from .file_names import INDEX_NAME, read_index
+from .weight_map import no_safetensors, other_formats
 
 MIN_TRANSFORMERS = "5.17.0"
 
@@ -109,7 +109,7 @@ def _snapshot(name: str, weights: bool, local_files_only: bool, **options: Any) 
     if weights:
         index = folder / INDEX_NAME
         if index.is_file():
-            fetch(sorted(set(json.loads(index.read_text())["weight_map"].values())))
+            fetch(sorted(set(read_index(index).values())))
         else:
             fetch(["*.safetensors"])
             if not any(folder.glob("*.safetensors")):

@@ -26,9 +26,8 @@ from ..distributed.consensus import on_all_ranks
 from ..errors import CheckpointError
 from ..tensor.sharded_tensor import ShardedTensor, full_tensor_of
 from ..utils.names import block_of
-from .weight_map import INDEX_NAME
+from .file_names import INDEX_NAME, SINGLE_NAME
 
-SINGLE_NAME = "model.safetensors"
 MAX_SHARD_SIZE = "5GB"
 """The default size of a file, which is also what rank 0 holds in memory at a time."""
 

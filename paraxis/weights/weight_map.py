@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -15,10 +14,8 @@ from torch import nn
 
 from ..errors import CheckpointError
 from .convert import Conversion
+from .file_names import INDEX_NAME, SINGLE_NAME, read_index
 from .names import CheckpointNames
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".index")
 
@@ -121,10 +118,7 @@ def collect_weight_map(folder: str | Path) -> dict[str, str]:
 
 
 def _from_index(folder: Path, index: Path) -> dict[str, str]:
-    try:
-        entries: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{str(index)!r} is not an index of safetensors files: {error!r}") from error
+    entries = read_index(index)
     missing = sorted({name for name in entries.values() if not (folder / name).is_file()})
     if missing:
         raise CheckpointError(
