@@ -36,6 +36,7 @@ _EXPORTS = {
     "CaptureError": "errors",
     "CheckpointError": "errors",
     "CollectiveError": "errors",
+    "DivisibilityError": "errors",
     "UnsoundRuleError": "errors",
     "register_rule": "rules",
     "ensure_divisibility": "placement",
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from .config import Config
     from .context import ParallelExecutionCtx
     from .data_parallel import no_sync
-    from .errors import CheckpointError, CollectiveError, UnsoundRuleError
+    from .errors import CheckpointError, CollectiveError, DivisibilityError, UnsoundRuleError
     from .placement import ensure_divisibility
     from .plan import Plan
     from .plan.diff import compare_plans

@@ -21,6 +21,14 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be found, read, or matched with the model. The message says what to do."""
 
 
+class DivisibilityError(RuntimeError, ValueError):
+    """A size is not divisible by the number of ranks.
+
+    A ``RuntimeError`` for programs that come from optimum.fx.parallelization, whose function raises that,
+    and a ``ValueError`` as other sizes that do not fit.
+    """
+
+
 class CaptureError(RuntimeError):
     """The model cannot be captured."""
 

@@ -26,7 +26,14 @@ GROUPS: dict[str, list[str]] = {
         "move_model_to_device",
         "ensure_divisibility",
     ],
-    "Errors": ["CaptureError", "CheckpointError", "CollectiveError", "ConstraintError", "UnsoundRuleError"],
+    "Errors": [
+        "CaptureError",
+        "CheckpointError",
+        "CollectiveError",
+        "ConstraintError",
+        "DivisibilityError",
+        "UnsoundRuleError",
+    ],
 }
 OTHERS = "Others"
 """What no group names."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from ..errors import DivisibilityError
+
 Range = tuple[int, int]
 """A half-open range of indices: (start, stop)."""
 Ranges = tuple[Range, ...]
@@ -19,11 +21,15 @@ Ranges = tuple[Range, ...]
 
 
 def ensure_divisibility(numerator: int, denominator: int, module: str = "", dim: str = "") -> None:
-    """Raise an error that names the module and the dimension unless ``denominator`` divides ``numerator``."""
+    """Raise an error that names the module and the dimension unless ``denominator`` divides ``numerator``.
+
+    Raises:
+        DivisibilityError: both a ``RuntimeError`` and a ``ValueError``.
+    """
     if denominator <= 0 or numerator % denominator != 0:
         where = f" of `{module}`" if module else ""
         what = f"{dim}{where}" if dim else (module or "this size")
-        raise ValueError(
+        raise DivisibilityError(
             f"{numerator} is not divisible by {denominator}, so {what} cannot be split evenly over the ranks. "
             f"Use a number of ranks that divides {numerator}, or change the model's sizes."
         )

@@ -8,6 +8,7 @@ import random
 import pytest
 from placement.brute_force import RANDOM, expanded, held, owners, random_layout
 
+from paraxis.errors import DivisibilityError
 from paraxis.placement import Layout, Shard, ensure_divisibility
 
 # -- construction --------------------------------------------------------------------------------------------------
@@ -185,3 +186,10 @@ def test_divisibility_error_names_what_and_where() -> None:
         ensure_divisibility(6, 4, module="model.attn", dim="heads")
     with pytest.raises(ValueError):
         ensure_divisibility(6, 0)
+
+
+def test_divisibility_error_is_caught_as_that_of_the_ancestor() -> None:
+    """optimum.fx.parallelization raises a RuntimeError, and other sizes that do not fit a ValueError."""
+    for kind in (RuntimeError, ValueError, DivisibilityError):
+        with pytest.raises(kind):
+            ensure_divisibility(7, 2)
