@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import queue
 import signal
 import threading
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from paraxis import ParallelExecutionCtx, parallelize_model, warm_up
+from paraxis import init, parallelize_model, warm_up
 from paraxis.weights.hub import resolve_checkpoint
 
 IDLE = 60.0
@@ -136,15 +135,9 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="run through Inductor")
     arguments = parser.parse_args()
 
-    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank, or none
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if cuda else "gloo")
+    ctx = init()
     control = dist.new_group(backend="gloo")  # requests are broadcast over the host
-    first = dist.get_rank() == 0
 
-    ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)
     options = {"plan": arguments.plan, "compile": "inductor" if arguments.compile else None}
     model = parallelize_model(arguments.model, ctx, torch_dtype=arguments.dtype, **options).eval()
     folder = resolve_checkpoint(arguments.model, weights=False, group=dist.group.WORLD)
@@ -152,7 +145,7 @@ def main() -> None:
     seconds = warm_up(model)
 
     requests: queue.SimpleQueue[Request | None] | None = None
-    if first:
+    if ctx.is_first:
         requests = queue.SimpleQueue()
         server = ThreadingHTTPServer((arguments.host, arguments.port), handler_for(requests))
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -169,13 +162,12 @@ def main() -> None:
         if job == "wait":
             continue
         try:
-            text = generate(model, tokenizer, device, job)
+            text = generate(model, tokenizer, ctx.current_device, job)
             if request is not None:
                 request.answer.set_result(text)
         except Exception as error:  # the same on all ranks: they run the same job
             if request is not None:
                 request.answer.set_exception(error)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import os
 import sys
 import sysconfig
 import time
@@ -23,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import paraxis
@@ -160,19 +158,9 @@ def generate(model: Any, ctx: paraxis.ParallelExecutionCtx, count: int) -> str:
 def main() -> None:
     """Train, resume, save and sample as the options say."""
     o = options()
-    if "RANK" not in os.environ:
-        sys.exit(f"start it with torchrun: torchrun --nproc-per-node={o.dp * o.tp} {' '.join(sys.argv)}")
     if o.batch % (o.dp * o.accumulate):
         sys.exit(f"--batch {o.batch} does not divide by --dp {o.dp} times --accumulate {o.accumulate}")
-    cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank, or none
-    dist.init_process_group("nccl" if cuda else "gloo")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(device)
-    if o.dp * o.tp != dist.get_world_size():
-        sys.exit(f"--dp {o.dp} × --tp {o.tp} are not the {dist.get_world_size()} ranks started by torchrun")
-    mesh = init_device_mesh(device.type, (o.dp, o.tp), mesh_dim_names=("dp", "tp"))
-    ctx = paraxis.ParallelExecutionCtx(mesh=mesh, current_device=device)
+    ctx = paraxis.init(dp=o.dp, tp=o.tp)
     say = print if ctx.is_first else lambda *_, **__: None
 
     model = build(ctx, o)
@@ -180,7 +168,7 @@ def main() -> None:
     data = torch.frombuffer(bytearray(text()), dtype=torch.uint8)
     held = sum(p.to_local().numel() for p in model.parameters())
     count = sum(p.numel() for p in model.parameters())
-    say(f"{count:,} parameters, {held:,} of them on this rank; {len(data):,} bytes of text; on {device.type}")
+    say(f"{count:,} parameters, {held:,} of them on this rank; {len(data):,} bytes of text; on {ctx.current_device}")
     if ctx.plan.data_parallel:
         say(ctx.plan.data_parallel)
 
@@ -214,7 +202,6 @@ def main() -> None:
         say(generate(model, ctx, o.sample))
     if o.export is not None:
         model.save_pretrained(o.export)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -14,11 +14,10 @@ import argparse
 import os
 
 import torch
-import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from paraxis import ParallelExecutionCtx, parallelize_model
+from paraxis import init, parallelize_model
 from paraxis.integrations.trainer import ParallelTrainer
 
 TEXT = "the quick brown fox jumps over the lazy dog. pack my box with five dozen liquor jugs. " * 12
@@ -57,11 +56,7 @@ def main() -> None:
 
     model = make_model()
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        cuda = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])  # one per rank, or none
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-        dist.init_process_group("nccl" if cuda else "gloo")
-        ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)
-        model = parallelize_model(model, ctx, show_progress=False)
+        model = parallelize_model(model, init(), show_progress=False)
 
     data = samples(TEXT)
     arguments = TrainingArguments(
@@ -90,8 +85,6 @@ def main() -> None:
             shown = {key: entry[key] for key in ("step", "loss", "grad_norm", "eval_loss") if key in entry}
             if len(shown) > 1:
                 print(shown)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

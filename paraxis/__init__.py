@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "init": "initialize",
     "parallelize_model": "api",
     "plan_model": "plan.offline",
     "warm_up": "runtime.warming",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from .context import ParallelExecutionCtx
     from .data_parallel import no_sync
     from .errors import CheckpointError, CollectiveError, DivisibilityError, UnsoundRuleError
+    from .initialize import init
     from .placement import ensure_divisibility
     from .plan import Plan
     from .plan.diff import compare_plans

@@ -108,8 +108,9 @@ def _check_distributed(ctx: ParallelExecutionCtx) -> None:
     if not dist.is_available() or not dist.is_initialized() or ctx.tp_group is None:
         raise RuntimeError(
             "torch.distributed is not initialized, so there are no ranks to shard the model over. Start the program "
-            "with `torchrun --nproc-per-node=N script.py` and call `torch.distributed.init_process_group()` first, "
-            "then pass the group: ParallelExecutionCtx(tp_group=torch.distributed.group.WORLD, current_device=...)."
+            "with `torchrun --nproc-per-node=N script.py` and make the context with `paraxis.init()`; or call "
+            "`torch.distributed.init_process_group()` first, and pass the group: "
+            "ParallelExecutionCtx(tp_group=torch.distributed.group.WORLD, current_device=...)."
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 from .page import ROOT
 
 GROUPS: dict[str, list[str]] = {
-    "Making a model parallel": ["parallelize_model", "ParallelExecutionCtx", "Config", "warm_up", "no_sync"],
+    "Making a model parallel": ["init", "parallelize_model", "ParallelExecutionCtx", "Config", "warm_up", "no_sync"],
     "Plans": ["plan_model", "Plan", "explain_plan", "compare_plans", "report_plan", "Machine"],
     "Saving and resuming": ["save_state", "load_state"],
     "Sharded tensors and parameters": ["ShardedTensor", "ParameterMeta", "ParameterSlice", "HashableSlice"],

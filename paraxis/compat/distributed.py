@@ -13,9 +13,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_group, _get_default_store, _resolve_process_group
+from torch.distributed.distributed_c10d import (
+    _abort_process_group,
+    _get_default_group,
+    _get_default_store,
+    _resolve_process_group,
+)
 
 __all__ = [
+    "abort_process_groups",
     "backend_name",
     "default_group",
     "default_store",
@@ -35,6 +41,9 @@ default_group: Callable[[], dist.ProcessGroup] = _get_default_group
 
 default_store: Callable[[], dist.Store] = _get_default_store
 """The key-value store through which the ranks found one another."""
+
+abort_process_groups: Callable[[], None] = _abort_process_group
+"""End all process groups without waiting for collectives that other ranks may never join."""
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

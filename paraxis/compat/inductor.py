@@ -6,6 +6,7 @@ inside of functions. Seen on torch 2.11, 2.13 and 2.15.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "has_custom_pre_pass",
     "load_cpp_library",
     "options_of_mode",
+    "shut_down_compile_workers",
 ]
 
 
@@ -56,3 +58,10 @@ def load_cpp_library(source: str) -> Any:
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(source)
+
+
+def shut_down_compile_workers() -> None:
+    """End the processes that Inductor compiles in, and the threads that wait for them, if there are any."""
+    workers = sys.modules.get("torch._inductor.async_compile")
+    if workers is not None:
+        workers.shutdown_compile_workers()

@@ -67,3 +67,19 @@ def test_the_slow_parts_are_imported_when_used() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_compile_workers_are_shut_down_if_there_are_any() -> None:
+    code = """
+import sys
+from paraxis.compat.inductor import shut_down_compile_workers
+shut_down_compile_workers()
+assert "torch._inductor.async_compile" not in sys.modules
+from torch._inductor import async_compile
+pool = type("Pool", (), {"shutdown": lambda self: print("shut down")})()
+async_compile._pool_set.add(pool)
+shut_down_compile_workers()
+assert not async_compile._pool_set
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and ended.stdout == "shut down\n", ended.stderr

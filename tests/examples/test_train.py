@@ -79,7 +79,7 @@ def test_killed_training_resumes_with_the_same_losses(tmp_path: Path, data_paral
 @pytest.mark.long
 def test_wrong_options_are_explained() -> None:
     for ranks, arguments, word in (
-        (2, ["--tp", 4], "not the 2 ranks"),
+        (2, ["--tp", 4], "tp=4 × dp=1 does not fit 2 ranks"),
         (1, ["--batch", 3, "--accumulate", 2], "divide"),
     ):
         process = start(ranks, *arguments)
