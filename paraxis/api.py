@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import nn
 
 from .capture.dummy_inputs import example_call
-from .config import Config, split_config
+from .config import Config, names_of_config, split_config
 from .context import ParallelExecutionCtx
 from .data_parallel import check_option
-from .distributed.consensus import on_all_ranks
 from .plan.apply import apply_plan
 from .plan.make import NotOneGraph, make_plan
 from .runtime.compiled_call import CompiledCall, plan_by_running
 from .runtime.model_methods import install_model_methods
 from .runtime.redirect_forward import compiled_call_of
-from .weights.build import attach, build_model
+from .weights.build import attach, build_on_ranks
 from .weights.hub import check_transformers_version, resolve_checkpoint
 from .weights.map_weights import check_same_values, map_weights
 from .weights.materialize import materialize_parameters
+from .weights.pretrained_options import split_pretrained_options, unknown_options
 
 
 def parallelize_model(
@@ -34,7 +34,9 @@ def parallelize_model(
     cache_dir: str | None = None,
     local_files_only: bool = False,
     skip_load_weights: bool = False,
+    dtype: torch.dtype | str | None = None,
     torch_dtype: torch.dtype | str | None = None,
+    trust_remote_code: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Make a model tensor-parallel over the ranks of ``parallel_ctx``. Every rank calls it alike.
@@ -51,13 +53,18 @@ def parallelize_model(
         local_files_only: Never go to the network.
         skip_load_weights: Initialize the weights with ``Config.weight_init_fn`` instead of loading them; the same seed
             gives the same global weights on any number of ranks.
-        torch_dtype: Dtype of the parameters; by default what the config says.
+        dtype: Dtype of the parameters; by default, and with ``"auto"``, what the config or else the checkpoint says.
+        torch_dtype: The former name of ``dtype``.
+        trust_remote_code: Run the code that comes with the model, for classes that transformers does not have.
         kwargs: ``example_inputs`` (a tensor, a tuple of positional or a dict of keyword arguments: what to plan the
-            model with; needed for modules that are not from transformers), then fields of :class:`Config`, then of the
-            model's config; what is left goes to the model's constructor.
+            model with; needed for modules that are not from transformers), then fields of :class:`Config`, then other
+            arguments of ``from_pretrained`` (``token``, ``subfolder``, ``variant``, ``attn_implementation``, ...; those
+            that cannot have their effect are refused with what to do), then fields of the model's config; what is left
+            goes to the model's constructor.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.
+        TypeError: an option that nothing takes; the message suggests one.
         ImportError: transformers is too old.
         ValueError: sizes that do not divide over the ranks, or (``CheckpointError``) a checkpoint that does not fit.
         CaptureError: the model's forward cannot be captured; the message has the line.
@@ -66,30 +73,33 @@ def parallelize_model(
     config, kwargs = split_config(kwargs)
     check_option(parallel_ctx, config)
     examples = kwargs.pop("example_inputs", None)
-    folder = None
+    folder, dtype, group = None, dtype if dtype is not None else torch_dtype, parallel_ctx.world_group
     # Resolve the checkpoint and build the model on the meta device.
     if not isinstance(model, nn.Module):
         check_transformers_version()
-        weights = not skip_load_weights
-        folder = resolve_checkpoint(model, revision, cache_dir, local_files_only, weights, parallel_ctx.world_group)
-        with on_all_ranks(parallel_ctx.world_group, f"building {os.fspath(model)!r}"):
-            model = build_model(folder, model_args, torch_dtype, kwargs)
+        hub = {"revision": revision, "cache_dir": cache_dir, "local_files_only": local_files_only}
+        options, kwargs = split_pretrained_options(
+            {**kwargs, **hub, "dtype": dtype, "trust_remote_code": trust_remote_code}
+        )
+        folder = resolve_checkpoint(model, weights=not skip_load_weights, group=group, options=options)
+        model = build_on_ranks(folder, model_args, kwargs, options, group, f"building {os.fspath(model)!r}")
     elif kwargs:
-        raise TypeError(f"unknown options for a module: {', '.join(kwargs)}")
+        known = {*names_of_config(), "example_inputs", "dtype", "skip_load_weights"}
+        raise unknown_options(kwargs, known, "or it is one for checkpoints, and the model is a module")
     # Attach ParameterMeta, and note where every parameter is loaded from.
-    attach(model, parallel_ctx, torch_dtype if folder is None else None)
+    attach(model, parallel_ctx, dtype if folder is None else None)
     if skip_load_weights:
         for parameter in parallel_ctx.param_cache.values():
             parameter.spec.source = None  # type: ignore[attr-defined]
     elif folder is not None:
-        map_weights(model, folder, parallel_ctx, use_cache=config.cache_plans)
+        map_weights(model, folder, parallel_ctx, use_cache=config.cache_plans, variant=options.variant)
     check_same_values(parallel_ctx)
     # Make the plan, apply it, load the weights.
     call = compiled_call_of(model, parallel_ctx, config)
     _plan_and_load(call, parallel_ctx, config, examples)
     # Install what makes it a parallel model.
     if hasattr(model, "generation_config") and folder is not None:
-        _load_generation_config(model, folder)
+        _load_generation_config(model, folder, options.generation_config)
     install_model_methods(model, parallel_ctx, call)
     return model
 
@@ -114,8 +124,10 @@ def _check_distributed(ctx: ParallelExecutionCtx) -> None:
         )
 
 
-def _load_generation_config(model: nn.Module, folder: Path) -> None:
+def _load_generation_config(model: nn.Module, folder: Path, chosen: Any) -> None:
     from transformers import GenerationConfig
 
-    if (folder / "generation_config.json").is_file():
+    if chosen is not None:
+        model.generation_config = chosen
+    elif (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)

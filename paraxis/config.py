@@ -115,8 +115,13 @@ class Config:
         return self.cache_plans
 
 
+def names_of_config() -> set[str]:
+    """The names of the options that :class:`Config` takes."""
+    return {*(f.name for f in fields(Config)), *RENAMED}
+
+
 def split_config(kwargs: dict[str, Any]) -> tuple[Config, dict[str, Any]]:
     """The fields of :class:`Config` among keyword arguments, and the others."""
-    names = {*(f.name for f in fields(Config)), *RENAMED}
+    names = names_of_config()
     config = Config(**{k: v for k, v in kwargs.items() if k in names})
     return config, {k: v for k, v in kwargs.items() if k not in names}

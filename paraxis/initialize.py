@@ -114,7 +114,8 @@ def _place_in(rank: int, world_size: int) -> _Rank:
     local, local_world = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
     if world_size == 1:
         local, local_world = local or "0", local_world or "1"
-    return _Rank(rank, world_size, *(None if n is None else int(n) for n in (local, local_world)), launched=True)
+    numbers = [None if text is None else int(text) for text in (local, local_world)]
+    return _Rank(rank, world_size, numbers[0], numbers[1], launched=True)
 
 
 def _device(device: torch.device | str | None, place: _Rank) -> torch.device:

@@ -42,6 +42,19 @@ MemoryOption = Annotated[
         "--memory-limit", help="GB of parameters per rank; within it, parameters stay replicated if that is faster."
     ),
 ]
+RevisionOption = Annotated[
+    str | None, typer.Option("--revision", help="Branch, tag or commit of the model on the Hub.")
+]
+SubfolderOption = Annotated[
+    str | None, typer.Option("--subfolder", help="Folder of the model inside its repository or directory.")
+]
+VariantOption = Annotated[
+    str | None, typer.Option("--variant", help="Variant of the weights, as fp16 in model.fp16.safetensors.")
+]
+TrustOption = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run the code that comes with the model; read it first. Nothing asks."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 LayersOption = Annotated[
     int | None, typer.Option("--layers", min=1, help="Use only this many layers, with random weights.")
@@ -87,8 +100,12 @@ def check_machine(machine: str) -> None:
     machine_of(machine)
 
 
-def check_model(model: str) -> None:
+def check_model(model: str, subfolder: str | None = None) -> None:
     """Raise before anything is imported if a path cannot be a model."""
+    if subfolder and os.path.isdir(model):
+        model = os.path.join(model, subfolder)
+        if not os.path.isdir(model):
+            raise ValueError(f"--subfolder {subfolder!r}: there is no directory {model!r}")
     if not model.strip():
         raise UsageError("the model name is empty: give a Hub id, or a directory with a config.json")
     if model.startswith((".", "~", os.sep)) and not os.path.exists(os.path.expanduser(model)):

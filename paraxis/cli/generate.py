@@ -11,7 +11,18 @@ import typer
 
 from ._errors import Debug, UsageError, report_errors
 from ._launch import check_ranks, init_process_group, is_rank0, launch
-from ._options import DtypeOption, Model, Ranks, check_dtype, check_model, quiet
+from ._options import (
+    DtypeOption,
+    Model,
+    Ranks,
+    RevisionOption,
+    SubfolderOption,
+    TrustOption,
+    VariantOption,
+    check_dtype,
+    check_model,
+    quiet,
+)
 
 
 @dataclass(frozen=True)
@@ -24,6 +35,7 @@ class Task:
     stream: bool
     options: dict[str, Any]
     dtype: str
+    hub: dict[str, Any]
 
 
 def command(
@@ -42,6 +54,10 @@ def command(
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")] = False,
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it is generated.")] = True,
     dtype: DtypeOption = "auto",
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    variant: VariantOption = None,
+    trust_remote_code: TrustOption = False,
     debug: Debug = False,
 ) -> None:
     """Generate text with a model sharded over the devices of this machine.
@@ -51,7 +67,7 @@ def command(
     echo "Why is the sky blue?" | paraxis generate org/model --tp 8 --chat --sample
     """
     with report_errors(debug):
-        check_model(model)
+        check_model(model, subfolder)
         check_ranks(tp)
         text = prompt if prompt is not None else sys.stdin.read().rstrip("\n")
         if not text:
@@ -63,18 +79,20 @@ def command(
             options["temperature"] = temperature
         check_dtype(dtype)
         quiet()
-        check_tokenizer(model)
-        texts = launch(tp, run_rank, Task(model, text, chat, stream, options, dtype))
+        hub = {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
+        hub = {name: value for name, value in hub.items() if value is not None}
+        check_tokenizer(model, hub)
+        texts = launch(tp, run_rank, Task(model, text, chat, stream, options, dtype, {**hub, "variant": variant}))
         if not stream and is_rank0():
             typer.echo(texts[0])
 
 
-def check_tokenizer(model: str) -> None:
+def check_tokenizer(model: str, options: dict[str, Any]) -> None:
     """Raise before ranks start if transformers cannot load the model's tokenizer."""
     from transformers import AutoTokenizer
 
     try:
-        AutoTokenizer.from_pretrained(model)
+        AutoTokenizer.from_pretrained(model, **options)
     except (ValueError, ImportError, TypeError, KeyError) as error:
         raise ValueError(
             f"transformers cannot load a tokenizer for {model!r}: put its tokenizer.json next to the weights, or call "
@@ -90,17 +108,24 @@ def run_rank(task: Task) -> str:
 
     from .. import ParallelExecutionCtx, parallelize_model
     from ..weights.hub import resolve_checkpoint
+    from ..weights.pretrained_options import split_pretrained_options
 
     quiet()
     device = init_process_group()
     try:
         assert dist.group.WORLD is not None
         ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)
-        folder = resolve_checkpoint(task.model, group=dist.group.WORLD)
-        tokenizer = AutoTokenizer.from_pretrained(
-            task.model if not folder.joinpath("tokenizer.json").exists() else folder
-        )
-        model = parallelize_model(str(folder), ctx, torch_dtype=task.dtype).eval()
+        hub, _ = split_pretrained_options(task.hub)
+        folder = resolve_checkpoint(task.model, group=dist.group.WORLD, options=hub)
+        trust = hub.trust_remote_code  # never None: transformers would ask on the terminal
+        if folder.joinpath("tokenizer.json").exists():
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+        else:
+            place = {"revision": hub.revision or "main", "subfolder": hub.subfolder}
+            tokenizer = AutoTokenizer.from_pretrained(task.model, trust_remote_code=trust, **place)
+        model = parallelize_model(
+            str(folder), ctx, dtype=task.dtype, variant=hub.variant, trust_remote_code=trust
+        ).eval()
         if task.chat:
             messages = [{"role": "user", "content": task.prompt}]
             inputs = tokenizer.apply_chat_template(

@@ -20,6 +20,9 @@ from ._options import (
     MemoryOption,
     Model,
     ObjectiveOption,
+    RevisionOption,
+    SubfolderOption,
+    TrustOption,
     check_model,
     planning_options,
     quiet,
@@ -65,6 +68,9 @@ def command(
         str | None,
         typer.Option("--filter", metavar="PATTERN", help="Show only layers with matching names, as in '*.down_proj'."),
     ] = None,
+    revision: RevisionOption = None,
+    subfolder: SubfolderOption = None,
+    trust_remote_code: TrustOption = False,
     timings: Annotated[bool, typer.Option("--timings", help="Print the seconds of every stage and pass.")] = False,
     as_json: JsonOption = False,
     debug: Debug = False,
@@ -84,8 +90,9 @@ def command(
     """
     with report_errors(debug):
         ranks = ranks_of(tp, gpu)
-        check_model(model)
+        check_model(model, subfolder)
         options = planning_options(machine, objective, constraint, memory_limit)
+        options |= {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
         if ranks is None and context is None:
             context = DEFAULT_CONTEXT
         check_output("--html", html)

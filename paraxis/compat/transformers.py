@@ -17,6 +17,7 @@ from torch import nn
 __all__ = [
     "attention_implementation",
     "checkpoint_conversions",
+    "class_from_code",
     "conversion_tables_are_built",
     "dtype_by_name",
     "grouped_mm_fallback",
@@ -33,6 +34,7 @@ __all__ = [
     "parallel_styles",
     "revert_weight_conversion",
     "set_attention_implementation",
+    "set_experts_implementation",
     "supports_attention_interface",
 ]
 
@@ -110,6 +112,23 @@ def implementations(config: Any) -> list[str | None]:
 def set_attention_implementation(config: Any, implementation: str) -> None:
     """Let models of this configuration compute attention in this way."""
     config._attn_implementation = implementation
+
+
+def set_experts_implementation(config: Any, implementation: str) -> None:
+    """Let models of this configuration compute mixtures of experts (MoE) in this way."""
+    config._experts_implementation = implementation
+
+
+def class_from_code(reference: str, folder: Any, **options: Any) -> type:
+    """The class that ``auto_map`` names, ``file.Class``, from the code in a folder, which is run. It can generate.
+
+    Nothing is asked: the caller has decided to run the code.
+    """
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+    from transformers.models.auto.auto_factory import add_generation_mixin_to_remote_model
+
+    found: type = add_generation_mixin_to_remote_model(get_class_from_dynamic_module(reference, folder, **options))
+    return found
 
 
 # -- checkpoints ---------------------------------------------------------------------------------------------------

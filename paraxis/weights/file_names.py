@@ -12,6 +12,28 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
+def weight_names(variant: str | None = None, explicit: Any = None, where: Path | None = None) -> tuple[str, str]:
+    """The names of the index and of the single file of a checkpoint.
+
+    Args:
+        variant: A variant of the weights, as ``fp16`` in ``model.fp16.safetensors``.
+        explicit: What the configuration ``where`` names in ``transformers_weights``: a file, or an index.
+        where: The configuration, for errors.
+    """
+    if explicit is not None and where is not None:
+        check_name(explicit, where, "transformers_weights")
+        if explicit.endswith(".safetensors.index.json"):
+            return explicit, SINGLE_NAME
+        if not explicit.endswith(".safetensors"):
+            raise CheckpointError(f"{str(where)!r}: transformers_weights is {explicit!r}, no safetensors file or index")
+        return "", explicit
+    if variant is None:
+        return INDEX_NAME, SINGLE_NAME
+    if not variant or not all(c.isalnum() or c in "-_." for c in variant) or ".." in variant:
+        raise ValueError(f"variant={variant!r} is not a part of a file name, as 'fp16' in model.fp16.safetensors")
+    return f"model.safetensors.index.{variant}.json", f"model.{variant}.safetensors"
+
+
 def read_index(index: Path) -> dict[str, str]:
     """For every tensor in an index of safetensors files the name of its file, relative to the index.
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from ..compat.transformers import class_from_code, set_attention_implementation, set_experts_implementation
 from ..distributed.consensus import all_gather_object, on_all_ranks
 from ..errors import CheckpointError
-from .file_names import INDEX_NAME, read_index
+from .file_names import read_index, weight_names
+from .pretrained_options import PretrainedOptions
 from .weight_map import no_safetensors, other_formats
 
 MIN_TRANSFORMERS = "5.17.0"
@@ -42,33 +47,42 @@ def resolve_checkpoint(
     local_files_only: bool = False,
     weights: bool = True,
     group: dist.ProcessGroup | None = None,
+    options: PretrainedOptions | None = None,
 ) -> Path:
     """The folder with the files of ``model``, a directory or a model id on the Hub. A collective.
 
     Of the files on the Hub only the configuration is fetched, and with ``weights`` the safetensors. One rank
     per machine downloads; the others wait and then find the files in the cache. If it fails on one rank, it
-    fails on all.
+    fails on all. ``options`` replaces the arguments that it has too.
     """
+    if options is None:
+        options = PretrainedOptions(revision=revision, cache_dir=cache_dir, local_files_only=local_files_only)
     name = os.fspath(model)
     folder = Path(name).expanduser()
     if folder.exists() or _looks_like_path(name):
+        folder = folder / options.subfolder
         with on_all_ranks(group, f"finding {name!r}"):
             _check_folder(folder)
         return folder
-    # Ranks on one machine have the same host name, and the same number from the launcher: containers may share host
-    # names.
-    machine = [socket.gethostname(), os.environ.get("GROUP_RANK", "")]
-    machines = all_gather_object(group, machine, f"finding {name!r}")
-    rank = dist.get_rank(group) if len(machines) > 1 else 0
-    downloads = machines.index(machine) == rank or len(machines) == 1
-    options = {"revision": revision, "cache_dir": cache_dir}
+    downloads = is_first_on_machine(group, f"finding {name!r}")
     with on_all_ranks(group, f"downloading {name!r}", _DOWNLOAD_TIMEOUT):
         if downloads:
-            folder = _snapshot(name, weights, local_files_only, **options)
+            folder = _snapshot(name, weights, options)
     with on_all_ranks(group, f"finding {name!r}"):
         if not downloads:
-            folder = _snapshot(name, weights, True, **options)
+            folder = _snapshot(name, weights, replace(options, local_files_only=True, force_download=False))
     return folder
+
+
+def is_first_on_machine(group: dist.ProcessGroup | None, what: str) -> bool:
+    """Whether this is the first rank of its machine, which writes files for the others. A collective.
+
+    Ranks on one machine have the same host name, and the same number from the launcher: containers may share host
+    names.
+    """
+    machine = [socket.gethostname(), os.environ.get("GROUP_RANK", "")]
+    machines = all_gather_object(group, machine, what)
+    return len(machines) == 1 or machines.index(machine) == dist.get_rank(group)
 
 
 def _looks_like_path(name: str) -> bool:
@@ -86,34 +100,42 @@ def _check_folder(folder: Path) -> None:
         raise CheckpointError(f"{str(folder)!r} has no config.json, so it is not a model saved with `save_pretrained`")
 
 
-def _snapshot(name: str, weights: bool, local_files_only: bool, **options: Any) -> Path:
+def _snapshot(name: str, weights: bool, options: PretrainedOptions) -> Path:
     """Fetch (or find in the cache) the configuration, then just the files with weights that are needed."""
     from huggingface_hub import snapshot_download
 
+    prefix = f"{options.subfolder.strip('/')}/" if options.subfolder.strip("/") else ""
+    download: dict[str, Any] = {
+        "revision": options.revision,
+        "cache_dir": options.cache_dir,
+        "local_files_only": options.local_files_only,
+        # exports for other programs live in subfolders
+        "ignore_patterns": [f"{prefix}*/*"] if not prefix else None,
+    }
+    if options.token is not None:
+        download["token"] = options.token
+    if options.force_download:
+        download["force_download"] = True
+
     def fetch(patterns: list[str]) -> Path:
         try:
-            return Path(
-                snapshot_download(
-                    name,
-                    allow_patterns=patterns,
-                    ignore_patterns=["*/*"],  # exports for other programs live in subfolders
-                    local_files_only=local_files_only,
-                    **options,
-                )
-            )
+            root = snapshot_download(name, allow_patterns=[prefix + pattern for pattern in patterns], **download)
         except Exception as error:
-            raise CheckpointError(_not_found(name, options.get("revision"), local_files_only, error)) from error
+            raise CheckpointError(_not_found(name, options.revision, options.local_files_only, error)) from error
+        return Path(root) / options.subfolder
 
-    folder = fetch([*_CONFIG_FILES, INDEX_NAME] if weights else _CONFIG_FILES)
+    index_name, single_name = weight_names(options.variant)
+    code = ["*.py"] if options.trust_remote_code else []
+    folder = fetch([*_CONFIG_FILES, *code, *([index_name] if weights else [])])
     _check_folder(folder)
     if weights:
-        index = folder / INDEX_NAME
+        index = folder / index_name
         if index.is_file():
             fetch(sorted(set(read_index(index).values())))
         else:
-            fetch(["*.safetensors"])
+            fetch(["*.safetensors" if options.variant is None else single_name])
             if not any(folder.glob("*.safetensors")):
-                raise no_safetensors(name, _formats_on_hub(name, options.get("revision"), local_files_only))
+                raise no_safetensors(name, _formats_on_hub(name, options))
     return folder
 
 
@@ -140,13 +162,13 @@ def _not_found(name: str, revision: str | None, local_files_only: bool, error: E
     return f"cannot find {name!r}{which} {where}, and it is not a directory either: {error}"
 
 
-def _formats_on_hub(name: str, revision: str | None, local_files_only: bool) -> list[str]:
+def _formats_on_hub(name: str, options: PretrainedOptions) -> list[str]:
     from huggingface_hub import HfApi
 
-    if local_files_only:
+    if options.local_files_only:
         return []
     try:
-        return other_formats(HfApi().list_repo_files(name, revision=revision))
+        return other_formats(HfApi(token=options.token).list_repo_files(name, revision=options.revision))
     except Exception:  # only used to improve an error message
         return []
 
@@ -154,29 +176,110 @@ def _formats_on_hub(name: str, revision: str | None, local_files_only: bool) -> 
 # -- configuration and class ---------------------------------------------------------------------------------
 
 
-def load_config_and_class(folder: Path, overrides: dict[str, Any]) -> tuple[Any, type, dict[str, Any]]:
+def load_config_and_class(
+    folder: Path, overrides: dict[str, Any], options: PretrainedOptions | None = None
+) -> tuple[Any, type, dict[str, Any]]:
     """The configuration in ``folder``, the class it names, and the ``overrides`` it does not know."""
     import transformers
 
-    version = transformers.__version__
+    options = options or PretrainedOptions()
     where = Path(folder) / "config.json"
-    try:
-        config, unused = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, return_unused_kwargs=True, **overrides
-        )
-    except Exception as error:  # anything that a configuration class raises on the contents of the file
-        message = f"transformers {version} cannot read the configuration {where}: {error}"
-        raise CheckpointError(message) from error
+    config, unused = _load_config(folder, overrides, options)
+    if options.attn_implementation is not None:  # also for configurations that contain others
+        set_attention_implementation(config, options.attn_implementation)
+    if options.experts_implementation is not None:
+        set_experts_implementation(config, options.experts_implementation)
     names = getattr(config, "architectures", None)
+    if not names and options.config is not None:
+        names = _read_config(folder, {}, options)[0].architectures
     if not names:
         raise CheckpointError(
             f'{where} does not say which class the model is: add `"architectures": ["<a class>"]` to it '
             f"(its model type is {config.model_type!r})"
         )
+    reference = _code_of_class(config, names[0])
+    if reference is not None and options.trust_remote_code:
+        return config, _class_of_code(reference, folder, options), unused
     model_cls = getattr(transformers, names[0], None)
     if model_cls is None:
         raise CheckpointError(
-            f"{where} names the class {names[0]!r}, which transformers {version} does not have. A newer "
-            "transformers may have it; build a class of your own yourself and pass the module."
+            _untrusted(where, reference)
+            if reference is not None
+            else f"{where} names the class {names[0]!r}, which transformers {transformers.__version__} does not have. "
+            "A newer transformers may have it; build a class of your own yourself and pass the module."
         )
     return config, model_cls, unused
+
+
+def _load_config(folder: Path, overrides: dict[str, Any], options: PretrainedOptions) -> tuple[Any, dict[str, Any]]:
+    """The configuration: the user's, as ``from_pretrained`` takes it, or the one in the folder with overrides."""
+    if options.config is None:
+        return _read_config(folder, overrides, options)
+    if hasattr(options.config, "to_dict"):
+        return copy.deepcopy(options.config), overrides
+    return _read_config(options.config, overrides, options)
+
+
+def _read_config(source: Any, overrides: dict[str, Any], options: PretrainedOptions) -> tuple[Any, dict[str, Any]]:
+    import transformers
+
+    where = Path(source) / "config.json"
+    trust = options.trust_remote_code
+    reference = _code_of_config(where)
+    if reference is not None and not trust and not _is_known_type(where):
+        raise CheckpointError(_untrusted(where, reference))
+    try:
+        # A bool, never None: transformers asks on the terminal then, and ranks have none.
+        code = {"trust_remote_code": trust, "code_revision": options.code_revision} if trust else {}
+        found = transformers.AutoConfig.from_pretrained(
+            source, local_files_only=not trust or options.local_files_only, return_unused_kwargs=True,
+            **{"trust_remote_code": False, **code}, **overrides,
+        )  # fmt: skip
+    except Exception as error:  # anything that a configuration class raises on the contents of the file
+        message = f"transformers {transformers.__version__} cannot read the configuration {where}: {error}"
+        raise CheckpointError(message) from error
+    return found  # type: ignore[no-any-return]
+
+
+def _code_of_config(where: Path) -> str | None:
+    """The code that a configuration file names for its own class; None if it names none, or cannot be read."""
+    try:
+        found = json.loads(where.read_text())["auto_map"]["AutoConfig"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(found)
+
+
+def _is_known_type(where: Path) -> bool:
+    """Whether transformers has the class of a configuration file itself."""
+    from transformers import CONFIG_MAPPING
+
+    return json.loads(where.read_text()).get("model_type") in CONFIG_MAPPING
+
+
+def _code_of_class(config: Any, name: str) -> str | None:
+    """The code that a configuration names for a model class: ``file.Class``, or ``repository--file.Class``."""
+    models = {k: v for k, v in (getattr(config, "auto_map", None) or {}).items() if k.startswith("AutoModel")}
+    exact = [v for v in models.values() if isinstance(v, str) and v.rpartition(".")[2] == name]
+    return exact[0] if exact else None
+
+
+def _class_of_code(reference: str, folder: Path, options: PretrainedOptions) -> type:
+    try:
+        return class_from_code(
+            reference,
+            folder,
+            code_revision=options.code_revision,
+            cache_dir=options.cache_dir,
+            token=options.token,
+            local_files_only=options.local_files_only,
+        )
+    except (OSError, ImportError, AttributeError) as error:
+        raise CheckpointError(f"{str(folder / 'config.json')!r} names {reference!r}, which fails: {error}") from error
+
+
+def _untrusted(where: Path, reference: str) -> str:
+    return (
+        f"{str(where)!r} names code that comes with the model, {reference!r}, and transformers has no class of its own "
+        "for it. Read the code; if you trust it, pass trust_remote_code=True (on the command line --trust-remote-code)."
+    )

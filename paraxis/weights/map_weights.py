@@ -20,25 +20,30 @@ from .same_files import check_same_files
 from .weight_map import check_checkpoint, collect_weight_map
 
 
-def map_weights(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, use_cache: bool) -> None:
+def map_weights(
+    model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, use_cache: bool, variant: str | None = None
+) -> None:
     """Set for every parameter which tensors of the checkpoint it is loaded from, and load the buffers. A collective.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the model or the ranks see different files.
     """
     with on_all_ranks(ctx.world_group, "checking the checkpoint"):
-        untrained = _match(model, folder, ctx, use_cache)
+        untrained = _match(model, folder, ctx, use_cache, variant)
     check_same_files(folder, ctx.weight_map.values(), ctx.world_group)
     if untrained and ctx.is_first:
         warnings.warn(_untrained_warning(untrained, folder), stacklevel=3)
 
 
-def _match(model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, use_cache: bool) -> list[str]:
+def _match(
+    model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, use_cache: bool, variant: str | None
+) -> list[str]:
     """Match parameters with tensors of the checkpoint and check them all.
 
     Returns the parameters of a new head, which a checkpoint of the base model does not have: they are initialized.
     """
-    ctx.weight_map = collect_weight_map(folder)
+    named = getattr(getattr(model, "config", None), "transformers_weights", None)
+    ctx.weight_map = collect_weight_map(folder, variant, named)
     prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
     keys, ctx.state.conversions = match(
         model, ctx.param_cache, tied, ctx.weight_map, read_cache=use_cache, write_cache=ctx.is_first

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from .convert import Conversion
-from .file_names import INDEX_NAME, SINGLE_NAME, read_index
+from .file_names import INDEX_NAME, read_index, weight_names
 from .names import CheckpointNames
 
 _OTHER_FORMATS = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".npz", ".index")
@@ -90,18 +90,28 @@ class OpenFiles:
             return self._open[path]
 
 
-def collect_weight_map(folder: str | Path) -> dict[str, str]:
+def collect_weight_map(folder: str | Path, variant: str | None = None, explicit: Any = None) -> dict[str, str]:
     """For every tensor in the checkpoint in ``folder``, the absolute path of the file it is in.
 
     If there is an index, it decides; without one the headers of the files are read. A ``model.safetensors`` is then the
-    entire checkpoint, whatever other files there are.
+    entire checkpoint, whatever other files there are. A ``variant``, and what the configuration names (``explicit``),
+    have files of their own.
     """
     folder = Path(folder).absolute()
-    index = folder / INDEX_NAME
-    if index.is_file():
-        return _from_index(folder, index)
-    single = folder / SINGLE_NAME
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    index_name, single_name = weight_names(variant, explicit, folder / "config.json")
+    index = folder / index_name
+    if index_name and index.is_file():
+        return _from_index(index.parent, index)
+    single = folder / single_name
+    chosen = variant is not None or explicit is not None
+    files = [single] if single.is_file() or chosen else sorted(folder.glob("*.safetensors"))
+    if chosen and not single.is_file():
+        there = sorted(path.name for path in folder.glob("*.safetensors*"))
+        why = f"variant={variant!r}" if explicit is None else "transformers_weights in its config.json"
+        raise CheckpointError(
+            f"{str(folder)!r} has no {explicit or f'{single_name} or {index_name}'}, the weights of {why}; it has "
+            f"{', '.join(there[:6]) or 'no safetensors'}: choose one of these"
+        )
     if not files:
         raise no_safetensors(str(folder), other_formats(p.name for p in folder.iterdir()))
     weight_map: dict[str, str] = {}
@@ -126,6 +136,17 @@ def _from_index(folder: Path, index: Path) -> dict[str, str]:
             f"{' ...' if len(missing) > 8 else ''}. The download or the copy is incomplete."
         )
     return {key: str(folder / name) for key, name in entries.items()}
+
+
+def float_dtype(weight_map: Mapping[str, str]) -> torch.dtype | None:
+    """The dtype of the first tensor of floating-point numbers, in the order of the files; None if there is none."""
+    for file in dict.fromkeys(weight_map.values()):
+        with open_file(file) as handle:
+            for key in handle.keys():  # noqa: SIM118 -- not a dictionary
+                dtype = DTYPES.get(handle.get_slice(key).get_dtype())
+                if dtype is not None and dtype.is_floating_point:
+                    return dtype
+    return None
 
 
 def header_of(weight_map: Mapping[str, str]) -> Callable[[str], torch.Tensor]:

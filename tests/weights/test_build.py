@@ -46,7 +46,7 @@ def test_a_directory_in_any_dtype(tmp_path: Path, dtype: Any) -> None:
 
 def test_an_unknown_dtype_is_an_error(tmp_path: Path) -> None:
     save(tiny_model("LlamaForCausalLM"), tmp_path)
-    with pytest.raises(ValueError, match="torch_dtype='float12' is not a dtype"):
+    with pytest.raises(ValueError, match="dtype='float12' is not a dtype"):
         build_model(tmp_path, (), "float12", {})
 
 
