@@ -82,7 +82,7 @@ def test_old_transformers_is_an_import_error(checkpoint: Path) -> None:
 def test_indivisible_size_names_layer_and_dimension() -> None:
     """A layer built directly is sharded evenly or not at all; ``parallelize_model`` shards unevenly where it must."""
     for outcome in fails(make_a_layer, 10, world=4):
-        assert outcome.error == "ValueError"
+        assert outcome.error == "DivisibilityError"
         assert "10 is not divisible by 4, " in outcome.message
         assert "`ColumnParallelLinear`" in outcome.message and "output dimension" in outcome.message
 
