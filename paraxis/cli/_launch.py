@@ -136,7 +136,21 @@ def _run(fn: Callable[..., Any], *args: Any) -> Any:
     if hasattr(signal, "pthread_sigmask"):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    _exit_with_parent()
     return fn(*args)
+
+
+def _exit_with_parent() -> None:
+    """End this rank when the launcher dies. The signal that torch asks the kernel for is missed during startup."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def wait() -> None:
+        parent.join()
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def init_process_group() -> Any:
@@ -167,6 +181,8 @@ def _describe(failure: Any) -> str:
     """The traceback that the launcher recorded, or the exit code if there is none."""
     message = failure.message
     if isinstance(message, str):
+        if failure.exitcode == -getattr(signal, "SIGKILL", 9):
+            return "its process was killed (SIGKILL), as the kernel does when the memory is full: use a smaller model"
         exited = f"its process exited with code {failure.exitcode} and no traceback"
         return message if failure.exitcode < 0 else exited
     return message.get("extraInfo", {}).get("py_callstack") or str(message.get("message", message))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import typer
 from ._errors import Debug, renamed_option, report_errors
 from ._launch import check_ranks, console, init_process_group, is_rank0, launch
 from ._options import DtypeOption, JsonOption, LayersOption, Model, Ranks, check_dtype, check_model, quiet
+from ._temporary import temporary_folder
 from .verify import checkpoint
 
 
@@ -82,7 +82,7 @@ def command(
 
     Example: paraxis bench org/model --tp 4 --input-len 2048 --compile
     """
-    with report_errors(debug), tempfile.TemporaryDirectory(prefix="paraxis-bench-") as temporary:
+    with report_errors(debug), temporary_folder("paraxis-bench-") as temporary:
         if prompt is not None:
             renamed_option("--prompt", "--input-len")
             input_len = prompt

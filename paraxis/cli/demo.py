@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from ._checks import Check, all_agree, checks_table, compare, outputs
 from ._errors import FAILED, Debug, report_errors
 from ._launch import check_ranks, console, is_rank0, launch
 from ._options import JsonOption, Ranks, quiet
+from ._temporary import temporary_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,7 +64,7 @@ def command(
     with report_errors(debug):
         check_ranks(tp)
         quiet()
-        with tempfile.TemporaryDirectory(prefix="paraxis-demo-") as directory:
+        with temporary_folder("paraxis-demo-") as directory:
             parameters = save_model(directory)
             if is_rank0() and not as_json:
                 text = f"A model with {parameters / 1e6:.1f} M parameters on {tp} ranks (CPU, gloo)."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +11,10 @@ import typer
 
 from ._checks import Check, all_agree, checks_table, compare, outputs
 from ._errors import FAILED, Debug, report_errors
+from ._fits import RESERVED_PER_RANK, available_memory, check_disk, check_fits, local_ranks, parameter_count
 from ._launch import check_ranks, console, is_rank0, launch
 from ._options import JsonOption, LayersOption, Model, Ranks, check_model, quiet
+from ._temporary import temporary_folder
 
 SEED = 0
 LENGTH, PROMPT = 16, 6
@@ -49,15 +50,17 @@ def command(
 ) -> None:
     """Run a model on CPU ranks of this machine and compare it with the unsharded model, in float32.
 
-    Uses the checkpoint's weights, or random weights if there are none. With --layers, models that are too large for
-    this machine can be checked. Exits with 1 if anything differs.
+    Uses the checkpoint's weights, or random weights if there are none. Every rank also holds the unsharded model. A
+    model that does not fit into memory this way is refused at once: check fewer layers of it with --layers. Exits with
+    1 if anything differs.
 
     Example: paraxis verify org/model --tp 4 --layers 2 --train --generate
     """
-    with report_errors(debug), tempfile.TemporaryDirectory(prefix="paraxis-verify-") as temporary:
+    with report_errors(debug), temporary_folder("paraxis-verify-") as temporary:
         check_model(model)
         check_ranks(tp)
         quiet()
+        check_memory(model, layers, tp, train)
         folder, weights = checkpoint(model, layers, temporary)
         reports = launch(tp, run_rank, Task(folder, train, generate))
         agreed = all(report.agreed for report in reports)
@@ -65,6 +68,23 @@ def command(
             show(reports, agreed, tp, weights, as_json)
     if not agreed:
         raise typer.Exit(FAILED)
+
+
+def check_memory(model: str, layers: int | None, tp: int, train: bool) -> None:
+    """Raise before anything is built if the ranks of this machine do not fit into its memory."""
+    ranks = local_ranks(tp)
+
+    def needed(parameters: int) -> dict[str, float]:
+        size = 4 * parameters
+        parts = {
+            f"for {ranks} copies of the unsharded model, one per rank": ranks * size,
+            "for the shards": ranks * size / tp,
+            # of the unsharded model, of the shards, and gathered for the comparison
+            "for gradients": ranks * size * (2 + 1 / tp) if train else 0,
+        }
+        return {**parts, "for the processes": ranks * RESERVED_PER_RANK}
+
+    check_fits(lambda n: parameter_count(model, n), layers, needed, available_memory(), "on this machine")
 
 
 def checkpoint(model: str, layers: int | None, temporary: str) -> tuple[str, str]:
@@ -83,6 +103,7 @@ def checkpoint(model: str, layers: int | None, temporary: str) -> tuple[str, str
     folder = resolve_checkpoint(model, weights=False)
     config, cls, _ = load_config_and_class(folder, {} if layers is None else {"num_hidden_layers": layers})
     config.dtype = torch.float32
+    check_disk(temporary, 4 * parameter_count(model, layers))
     torch.manual_seed(SEED)
     built = cls(config)
     built.save_pretrained(temporary)

@@ -81,6 +81,29 @@ def test_a_command_with_ranks_is_terminated(number: signal.Signals, folder: str,
     assert code == 128 + number and text.strip() == message(number)
 
 
+def test_a_command_that_is_killed_leaves_nothing_behind(folder: str, tmp_path: Path) -> None:
+    """SIGKILL, as from a kernel that is out of memory: the command cannot clean up by itself."""
+    code, text = terminated(["verify", folder, "--tp", "2"], signal.SIGKILL, False, tmp_path)
+    assert code == -signal.SIGKILL and not text.strip()
+
+
+def test_a_killed_rank_ends_the_command(folder: str, tmp_path: Path) -> None:
+    """The message says why a process may have been killed."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    command = [*PARAXIS, "verify", folder, "--tp", "2"]
+    started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    ranks: list[int] = []
+    deadline = time.monotonic() + 60
+    while len(ranks) < 2 and time.monotonic() < deadline and started.poll() is None:
+        time.sleep(0.05)
+        ranks = [pid for pid in descendants(started.pid) if is_rank(pid)]
+    os.kill(ranks[0], signal.SIGKILL)
+    _, text = started.communicate(timeout=60)
+    assert started.returncode == 1 and "its process was killed (SIGKILL)" in text and "Traceback" not in text
+    assert not any(map(is_alive, ranks))
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("paraxis-")]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["demo", "bench", "calibrate", "doctor"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
