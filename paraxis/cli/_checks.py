@@ -151,12 +151,12 @@ def relative_error(ours: Tensor | None, theirs: Tensor | None) -> float:
     return ((ours - theirs).norm() / theirs.norm().clamp_min(1e-12)).item()
 
 
-def all_agree(passed: bool) -> bool:
-    """Whether the checks passed on every rank."""
+def all_agree(passed: bool, device: Any = None) -> bool:
+    """Whether the checks passed on every rank; ``device`` is the one that the ranks communicate from."""
     import torch
     import torch.distributed as dist
 
-    flag = torch.tensor(int(passed))
+    flag = torch.tensor(int(passed), device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())
 
@@ -170,5 +170,5 @@ def checks_table(by_rank: Sequence[list[Check]]) -> Table:
         failed = [check for check in checks if not check.passed]
         worst = failed[0] if failed else max(checks, key=lambda check: check.error)
         verdict = "[red]differs[/red]" if failed else "[green]match[/green]"
-        table.add_row(worst.name, f"{worst.error:.3g}", f"{worst.limit:g}", verdict, worst.detail)
+        table.add_row(worst.name, f"{worst.error:.3g}", f"{worst.limit:.3g}", verdict, worst.detail)
     return table

@@ -24,6 +24,18 @@ def parameter_count(model: str, layers: int | None = None) -> int:
     return sum(p.numel() for p in build_on_meta(model, torch.float32, overrides).parameters())
 
 
+def itemsize(model: str, dtype: str) -> int:
+    """Bytes per parameter in a dtype of ``--dtype``; ``auto`` is that of the configuration."""
+    import torch
+
+    from ..weights.hub import load_config_and_class, resolve_checkpoint
+
+    if dtype != "auto":
+        return int(getattr(torch, dtype.removeprefix("torch.")).itemsize)
+    found = getattr(load_config_and_class(resolve_checkpoint(model, weights=False), {})[0], "dtype", None)
+    return int((found or torch.float32).itemsize)
+
+
 def available_memory() -> int | None:
     """Bytes of memory that are free on this machine, or in its container; None if the system does not say."""
     try:

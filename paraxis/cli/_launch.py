@@ -153,20 +153,6 @@ def _exit_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def init_process_group() -> Any:
-    """Initialize torch.distributed: NCCL if there is a GPU for every rank, else gloo. Returns the rank's device."""
-    import torch
-    import torch.distributed as dist
-
-    local, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_world:
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
-        return torch.device("cuda", local)
-    dist.init_process_group("gloo")
-    return torch.device("cpu")
-
-
 def is_launched() -> bool:
     """Whether torch's launcher (torchrun) started this process as one of several ranks."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ

@@ -9,8 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from ._devices import AUTO, CPU, CUDA, DeviceOption, choose_device, init_process_group
 from ._errors import Debug, renamed_option, report_errors
-from ._launch import check_ranks, console, init_process_group, is_rank0, launch
+from ._evidence import ReportOption, check_report, write_report
+from ._fits import RESERVED_PER_RANK, available_memory, check_fits, gpu_memory, itemsize, local_ranks, parameter_count
+from ._launch import check_ranks, console, is_rank0, launch
 from ._options import DtypeOption, JsonOption, LayersOption, Model, Ranks, check_dtype, check_model, quiet
 from ._temporary import temporary_folder
 from .verify import checkpoint
@@ -27,6 +30,7 @@ class Task:
     dtype: str
     compile: bool
     train: bool
+    device: str = CPU
 
 
 @dataclass
@@ -62,6 +66,7 @@ def command(
     input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens per sequence to prefill.")] = 512,
     output_len: Annotated[int, typer.Option("--output-len", min=1, help="Tokens per sequence to decode.")] = 32,
     batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences in a batch.")] = 1,
+    device: DeviceOption = AUTO,
     dtype: DtypeOption = "auto",
     layers: LayersOption = None,
     compile: Annotated[bool, typer.Option("--compile", help="Compile with TorchInductor.")] = False,
@@ -69,6 +74,7 @@ def command(
     baseline: Annotated[
         bool, typer.Option("--baseline/--no-baseline", help="Also measure the unsharded model on one device.")
     ] = True,
+    report: ReportOption = None,
     as_json: JsonOption = False,
     debug: Debug = False,
     prompt: Annotated[int | None, typer.Option("--prompt", min=1, hidden=True)] = None,
@@ -92,17 +98,42 @@ def command(
         if alone is not None:
             renamed_option("--alone/--no-alone", "--baseline/--no-baseline")
             baseline = alone
+        check_report(report)
         check_model(model)
         check_ranks(tp)
         check_dtype(dtype)
+        chosen = choose_device(device, tp)
         quiet()
+        check_memory(model, layers, tp, chosen, dtype, baseline)
         folder, weights = checkpoint(model, layers, temporary)
-        task = Task(folder, input_len, output_len, batch, dtype, compile, train)
+        task = Task(folder, input_len, output_len, batch, dtype, compile, train, chosen)
         parallel = launch(tp, run_rank, task)
         measure_baseline = baseline and is_rank0() and len(parallel) == tp
         unsharded = launch(1, run_unsharded, task)[0] if measure_baseline else None
         if is_rank0():
+            if report is not None:
+                backend = "nccl" if chosen == CUDA else "gloo"
+                figures = {"model": model, "backend": backend, **figures_of(parallel, unsharded, task, weights, tp)}
+                write_report(report, "Parallel model and unsharded model measured", figures)
             show(parallel, unsharded, task, weights, tp, as_json)
+
+
+def check_memory(model: str, layers: int | None, tp: int, device: str, dtype: str, baseline: bool) -> None:
+    """Raise before anything is built if the ranks of this machine do not fit into its memory, or that of a GPU."""
+    size = itemsize(model, dtype)
+    shards = 1 if device == CUDA else local_ranks(tp)
+
+    def needed(parameters: int) -> dict[str, float]:
+        # the ranks run first, then the unsharded model
+        fraction = 1.0 if baseline else shards / tp
+        return {
+            "for the model": size * parameters * fraction,
+            "for the processes": shards * RESERVED_PER_RANK,
+        }
+
+    where = "on a GPU" if device == CUDA else "on this machine"
+    available = gpu_memory() if device == CUDA else available_memory()
+    check_fits(lambda n: parameter_count(model, n), layers, needed, available, where)
 
 
 def run_rank(task: Task) -> Figures:
@@ -112,7 +143,7 @@ def run_rank(task: Task) -> Figures:
     from .. import ParallelExecutionCtx, parallelize_model
 
     quiet()
-    device = init_process_group()
+    device = init_process_group(task.device)
     try:
         assert dist.group.WORLD is not None
         ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)
@@ -142,7 +173,7 @@ def run_unsharded(task: Task) -> Figures:
     from transformers import AutoModelForCausalLM
 
     quiet()
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cuda", 0) if task.device == CUDA else torch.device("cpu")
     return measure(lambda: AutoModelForCausalLM.from_pretrained(task.folder, dtype=task.dtype).to(device), device, task)
 
 
@@ -209,23 +240,28 @@ def measure(load: Callable[[], Any], device: Any, task: Task) -> Figures:
     )
 
 
+def figures_of(parallel: list[Figures], unsharded: Figures | None, task: Task, weights: str, tp: int) -> dict[str, Any]:
+    """The slowest rank's times and the largest memory, and the unsharded model's, JSON-serializable."""
+    return {
+        "world_size": tp,
+        "weights": weights,
+        **{key: value for key, value in asdict(task).items() if key != "folder"},
+        "parallel": {key: _largest([getattr(each, key) for each in parallel]) for key in asdict(parallel[0])},
+        "unsharded": None if unsharded is None else asdict(unsharded),
+    }
+
+
 def show(parallel: list[Figures], unsharded: Figures | None, task: Task, weights: str, tp: int, as_json: bool) -> None:
     """Print the slowest rank's times and the largest memory, beside the unsharded model's."""
     from rich.table import Table
 
     from ..plan import size_text
 
-    worst = Figures(**{key: _largest([getattr(each, key) for each in parallel]) for key in asdict(parallel[0])})
+    data = figures_of(parallel, unsharded, task, weights, tp)
     if as_json:
-        data = {
-            "world_size": tp,
-            "weights": weights,
-            **{key: value for key, value in asdict(task).items() if key != "folder"},
-            "parallel": asdict(worst),
-            "unsharded": None if unsharded is None else asdict(unsharded),
-        }
         typer.echo(json.dumps(data, indent=1))
         return
+    worst = Figures(**data["parallel"])
     table = Table(title=f"Batch of {task.batch}, {task.input_len} tokens in, {task.output_len} out, {weights}")
     for column in ("", f"{tp} ranks", *(["unsharded", "speedup"] if unsharded is not None else [])):
         table.add_column(column)

@@ -12,6 +12,7 @@ from typing import Any
 
 import typer
 
+from ._devices import init_process_group
 from ._errors import FAILED, Debug, report_errors
 from ._launch import console, launch
 from ._options import JsonOption, quiet
@@ -20,7 +21,7 @@ PACKAGES = ("paraxis", "torch", "transformers", "safetensors", "huggingface_hub"
 REQUIRED = PACKAGES[:5]
 MIN_SHARED_MEMORY = 64 * 2**20
 """Bytes of shared memory below which all-reduces between ranks of one machine go through sockets."""
-GOOD, WARNING, BAD = "good", "warning", "bad"
+GOOD, WARNING, BAD, UNCHECKED = "good", "warning", "bad", "unchecked"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Finding:
 
 
 def command(as_json: JsonOption = False, debug: Debug = False) -> None:
-    """Check this machine: package versions, GPUs, shared memory, timeouts, and communication between two ranks.
+    """Check this machine: versions, GPUs, NCCL, peer access, shared memory, and communication between two ranks.
 
     Exits with 1 if something required does not work.
 
@@ -48,8 +49,13 @@ def command(as_json: JsonOption = False, debug: Debug = False) -> None:
         else:
             from rich.table import Table
 
-            table = Table("", "check", "result", "what to do")
-            signs = {GOOD: "[green]ok[/green]", WARNING: "[yellow]note[/yellow]", BAD: "[red]error[/red]"}
+            table = Table("", "check", "result", "what to do or what it is for")
+            signs = {
+                GOOD: "[green]ok[/green]",
+                WARNING: "[yellow]note[/yellow]",
+                BAD: "[red]error[/red]",
+                UNCHECKED: "-",
+            }
             for finding in findings:
                 table.add_row(signs[finding.verdict], finding.what, finding.found, finding.advice)
             console().print(table)
@@ -78,28 +84,80 @@ def packages() -> list[Finding]:
 
 
 def devices() -> list[Finding]:
-    """CPU cores, GPUs, direct access between GPUs, and NCCL."""
+    """CPU cores and GPUs; NCCL, peer access and symmetric memory, which ranks on GPUs communicate through."""
     import torch
 
     found = [Finding("CPU", f"{os.cpu_count()} cores")]
-    if not torch.cuda.is_available():
-        advice = "models run on the CPU, which is slow; `paraxis plan` needs no GPU"
-        return [*found, Finding("GPU", "none available to torch", WARNING, advice)]
+    if torch.cuda.is_available():
+        return [*found, *gpu_findings()]
+    advice = "models run on the CPU, which is slow; `paraxis plan` needs no GPU"
+    found.append(Finding("GPU", "none available to torch", WARNING, advice))
+    meaning = {
+        "NCCL": "collectives between GPUs",
+        "GPU peer access": "GPUs that read one another's memory, without the detour through the host",
+        "symmetric memory": "kernels that read the memory of other GPUs, as one-shot all-reduces do",
+    }
+    return [*found, *(Finding(name, "not checked: no GPU", UNCHECKED, f"for {text}") for name, text in meaning.items())]
+
+
+def gpu_findings() -> list[Finding]:
+    """Every GPU, and what connects them."""
+    import torch
+
     count = torch.cuda.device_count()
+    found = []
     for index in range(count):
         properties: Any = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         found.append(Finding(f"GPU {index}", f"{properties.name}, {total / 1e9:.0f} GB, {free / 1e9:.0f} GB free"))
+    return [*found, nccl(count), peer_access(count), symmetric_memory(count)]
+
+
+def nccl(count: int) -> Finding:
+    """Whether torch has NCCL, and with several GPUs, whether two of them can all-reduce over it."""
+    import torch
+
+    if not torch.distributed.is_nccl_available():
+        advice = "ranks cannot run on GPUs: install a torch build with NCCL"
+        return Finding("NCCL", "missing", BAD, advice)
+    release = ".".join(map(str, torch.cuda.nccl.version()))
+    if count < 2:
+        return Finding("NCCL", f"{release} available; not tested: one GPU")
+    try:
+        totals = launch(2, _all_reduce_ranks, "cuda")
+    except Exception as error:
+        last = str(error).strip().splitlines()[-1]
+        return Finding("NCCL", f"{release} failed: {last}", BAD, "run with NCCL_DEBUG=INFO to see why")
+    if totals != [3, 3]:
+        return Finding("NCCL", f"{release}: all-reduce of 1 and 2 gives {totals}", BAD, "reinstall torch")
+    return Finding("NCCL", f"{release}, all-reduce between 2 GPUs works")
+
+
+def peer_access(count: int) -> Finding:
+    """Whether GPUs can read one another's memory."""
+    import torch
+
     pairs = [(a, b) for a in range(count) for b in range(a)]
+    if not pairs:
+        return Finding("GPU peer access", "not checked: one GPU", UNCHECKED)
     direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
-    if pairs:
-        advice = "" if direct == len(pairs) else "the other pairs communicate through host memory, which is slow"
-        verdict = GOOD if direct == len(pairs) else WARNING
-        found.append(Finding("GPU peer access", f"{direct} of {len(pairs)} pairs", verdict, advice))
-    nccl = torch.distributed.is_nccl_available()
-    advice = "" if nccl else "install a torch build with NCCL"
-    found.append(Finding("NCCL", "available" if nccl else "missing", GOOD if nccl else BAD, advice))
-    return found
+    if direct == len(pairs):
+        return Finding("GPU peer access", f"ok: all {direct} pairs")
+    advice = "the other pairs communicate through host memory, which is slow"
+    return Finding("GPU peer access", f"missing: {direct} of {len(pairs)} pairs have it", WARNING, advice)
+
+
+def symmetric_memory(count: int) -> Finding:
+    """Whether two ranks can map the memory of each other's GPU, as one-shot all-reduces need it."""
+    name = "symmetric memory"
+    if count < 2:
+        return Finding(name, "not checked: one GPU", UNCHECKED)
+    try:
+        multicast = all(launch(2, _map_memory))
+    except Exception as error:
+        last = str(error).strip().splitlines()[-1]
+        return Finding(name, f"missing: {last}", WARNING, "all-reduces go through NCCL only")
+    return Finding(name, f"ok, {'with' if multicast else 'without'} multicast (NVLink SHARP)")
 
 
 def shared_memory() -> Finding:
@@ -123,7 +181,7 @@ def timeout() -> Finding:
 def communication() -> Finding:
     """Whether two ranks on this machine can all-reduce over gloo."""
     try:
-        totals = launch(2, _all_reduce_ranks)
+        totals = launch(2, _all_reduce_ranks, "cpu")
     except Exception as error:
         last = str(error).strip().splitlines()[-1]
         return Finding("gloo, 2 ranks", f"failed: {last}", BAD, "set GLOO_SOCKET_IFNAME to a working interface")
@@ -132,12 +190,25 @@ def communication() -> Finding:
     return Finding("gloo, 2 ranks", "all-reduce works")
 
 
-def _all_reduce_ranks() -> int:
+def _map_memory() -> bool:
+    import torch.distributed as dist
+
+    from ..compat.distributed import map_symmetric_memory
+
+    device = init_process_group("cuda")
+    try:
+        assert dist.group.WORLD is not None
+        return map_symmetric_memory(device, dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def _all_reduce_ranks(device: str) -> int:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
-    number = torch.tensor(dist.get_rank() + 1)
+    number = torch.tensor(1, device=init_process_group(device))
+    number += dist.get_rank()
     dist.all_reduce(number)
     dist.destroy_process_group()
     return int(number)

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from ._devices import init_process_group
 from ._errors import Debug, UsageError, report_errors
-from ._launch import check_ranks, init_process_group, is_rank0, launch
+from ._launch import check_ranks, is_rank0, launch
 from ._options import (
     DtypeOption,
     Model,

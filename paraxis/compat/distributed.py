@@ -27,6 +27,7 @@ __all__ = [
     "default_store",
     "flattened_group",
     "group_timeout",
+    "map_symmetric_memory",
     "resolve_process_group",
     "root_mesh",
     "simulated_store",
@@ -83,3 +84,17 @@ def simulated_store() -> dist.Store:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def map_symmetric_memory(device: torch.device, group: dist.ProcessGroup) -> bool:
+    """Map a small symmetric tensor of every rank into all others; returns whether multicast is supported.
+
+    A collective. Raises if the GPUs, the driver or torch cannot: no peer access, no NVLink, a build without it.
+    """
+    from torch.distributed import _symmetric_memory  # registers operators: only when asked for
+
+    tensor = _symmetric_memory.empty(1024, dtype=torch.float32, device=device)
+    handle: Any = _symmetric_memory.rendezvous(tensor, group)
+    if handle is None or handle.world_size != group.size():
+        raise RuntimeError("torch cannot map the memory of the ranks' GPUs")
+    return bool(getattr(handle, "multicast_ptr", 0))

@@ -103,6 +103,10 @@ FAILURES = [
     (["generate", "{good}", "-p", ""], 2, "the prompt is empty"),
     (["generate", "{good}", "-p", "x", "--dtype", "float99"], 2, "--dtype 'float99'"),
     (["bench", "{good}", "--dtype", "int8"], 2, "--dtype 'int8'"),
+    (["verify", "{good}", "--dtype", "int8"], 2, "--dtype 'int8' is none of float32, bfloat16, float16"),
+    (["verify", "{good}", "--device", "tpu"], 2, "--device 'tpu' is none of cpu, cuda and auto"),
+    (["verify", "{good}", "--report", "{root}/report.txt"], 2, "name it .json or .md"),
+    (["bench", "{good}", "--report", "{root}/none/report.md"], 1, "does not exist"),
     # files to read and to write; nobody may write into /proc, not even root
     (["diff", "{root}/none.json", "{half.json}"], 1, "none.json: No such file"),
     (["diff", "{cut.json}", "{half.json}"], 1, "is not a plan: write one with"),

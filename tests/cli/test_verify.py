@@ -17,3 +17,23 @@ def test_random_weights(folder: str, tmp_path: Path) -> None:
     assert data["world_size"] == len(data["checks"]) == 2 and data["sharded_fraction"] < 0.55
     names = [check["name"] for check in data["checks"][0]]
     assert names == ["logits (max abs)", "loss (abs)", "gradients (relative)", "tokens (differing)"]
+
+
+def test_low_precision_and_a_report(folder: str, tmp_path: Path) -> None:
+    """The ranks and the code of --device cuda, on CPUs."""
+    report = tmp_path / "report.json"
+    options = ("--device", "cpu", "--dtype", "bfloat16", "--generate", "--report", str(report))
+    found = call("verify", folder, "--tp", "2", *options)
+    assert found.exit_code == 0, found.output
+    assert (
+        "2 ranks (cpu, gloo, bfloat16), random weights" in found.stdout
+        and "matches the unsharded model" in found.stdout
+    )
+    data = json.loads(report.read_text())
+    assert (
+        data["figures"]["backend"] == "gloo"
+        and data["figures"]["agreed"]
+        and data["figures"]["devices"] == ["cpu", "cpu"]
+    )
+    checks = [(each["rank"], each["name"]) for each in data["figures"]["checks"]]
+    assert checks == [(rank, name) for rank in (0, 1) for name in ("logits (rounding)", "tokens (logit gap)")]
