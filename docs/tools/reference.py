@@ -1,10 +1,11 @@
-"""The generated pages docs/reference/api.md and cli.md: public names from their docstrings, commands from their help.
+"""The generated pages in docs/reference: public names from their docstrings, commands from their help.
 
 They are committed, so that they can be read in the repository; ``make reference`` writes them again.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable
@@ -35,6 +36,21 @@ GROUPS: dict[str, list[str]] = {
         "UnsoundRuleError",
     ],
 }
+PACKAGES: dict[str, tuple[str, str, list[str]]] = {
+    "Passes": ("passes", "what takes a captured graph to the local program of a rank.", []),
+    "Layers": (
+        "layers",
+        "tensor-parallel layers and the vocab-parallel loss. They know no graphs and can be used by hand.",
+        [],
+    ),
+    "Collectives": ("distributed", "collectives, and their autograd pairs.", []),
+    "Rules": (
+        "rules",
+        "what a rule is made of. [A guide](../guides/rules.md) shows how to write one.",
+        ["table", "sample", "register_rule", "Call", "Strategy", "Tensor", "UNPLACED"],
+    ),
+}
+"""Packages with public names, what they are for, and which names are shown (all, if none are listed)."""
 OTHERS = "Others"
 """What no group names."""
 SECTIONS = ("Args", "Attributes", "Raises", "Returns", "Yields")
@@ -59,6 +75,27 @@ def api() -> str:
         lines += ["", f"## {title}"] if names else []
         for name in names:
             lines += ["", f"### {name}", "", *_entry(name, getattr(paraxis, name))]
+    return "\n".join(lines) + "\n"
+
+
+def packages() -> str:
+    """The public names of the packages."""
+    lines = [
+        "# Packages",
+        "",
+        "<!-- generated: make reference -->",
+        "",
+        "The public names of the packages, from their docstrings.",
+    ]
+    for title, (package, text, chosen) in PACKAGES.items():
+        module = importlib.import_module(f"paraxis.{package}")
+        lines += ["", f"## {title}", "", f"[paraxis/{package}](../../paraxis/{package}/__init__.py): {text}"]
+        for name in chosen or module.__all__:
+            thing = getattr(module, name)
+            if inspect.isclass(thing) or inspect.isroutine(thing):
+                lines += ["", f"### {package}.{name}", "", *_entry(name, thing)]
+            else:  # a constant
+                lines += ["", f"### {package}.{name}", "", f"A `{type(thing).__name__}`.", "", _markdown(type(thing))]
     return "\n".join(lines) + "\n"
 
 
@@ -184,7 +221,11 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-PAGES: dict[str, Callable[[], str]] = {"docs/reference/api.md": api, "docs/reference/cli.md": cli}
+PAGES: dict[str, Callable[[], str]] = {
+    "docs/reference/api.md": api,
+    "docs/reference/cli.md": cli,
+    "docs/reference/packages.md": packages,
+}
 """The generated pages, by their path."""
 
 
