@@ -84,11 +84,9 @@ def test_clients_get_the_unsharded_models_tokens(tmp_path: Path) -> None:
         assert status == 200 and len(answer["text"].split()) == 5
 
         assert post(port, b"{")[0] == 400 and post(port, [1])[0] == 400
-        status, answer = post(port, {"prompt": 3})
-        assert status == 400 and "prompt" in answer["error"]
+        assert post(port, {"prompt": 3}) == (400, {"error": "prompt must be a non-empty string"})
         assert post(port, {"prompt": "w1", "max_new_tokens": 0})[0] == 400
-        status, answer = post(port, {"prompt": "w1", "top": 1})
-        assert status == 400 and "unknown" in answer["error"] and "top" in answer["error"]
+        assert post(port, {"prompt": "w1", "top": 1}) == (400, {"error": "unknown fields: top"})
         assert post(port, {"prompt": "w1"}, "/elsewhere")[0] == 404
         assert post(port, {"prompt": "w3 w5 w7", "max_new_tokens": 6}) == answers[0], "errors must not stop the server"
 
