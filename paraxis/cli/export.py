@@ -107,7 +107,8 @@ def show(found: Export, out: Path | None) -> None:
     if found.groups:
         lines.append(f"Sharded without gathers in between: {', '.join(found.groups)}.")
     lines += by_reason("Sharded layer by layer, with gathers", found.gathered)
-    lines += by_reason("Replicated", found.replicated)
+    # vLLM shards some of them itself
+    lines += by_reason("Not in the plan" if found.target == "vllm" else "Replicated", found.replicated)
     if found.error is None:
         lines.append("Not verified: only layers that are exact on their own are sharded.")
     else:

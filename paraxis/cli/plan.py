@@ -54,7 +54,9 @@ def command(
     ] = 1,
     context: Annotated[
         int | None,
-        typer.Option("--context", min=1, help="Tokens per sequence; adds KV cache and activations to the memory."),
+        typer.Option(
+            "--context", min=1, help="Tokens per sequence, for the estimated time; adds KV cache and activations."
+        ),
     ] = None,
     train: Annotated[
         bool,
@@ -126,8 +128,9 @@ def command(
 
 def check_filter(plan: Plan, pattern: str) -> None:
     """Raise if ``--filter`` matches no layer."""
-    if not any(fnmatchcase(layer.name, pattern) for layer in plan.layers):
-        some = ", ".join(layer.name for layer in plan.layers[:3])
+    names = [*(layer.name for layer in plan.layers), *plan.parameters]
+    if not any(fnmatchcase(name, pattern) for name in names):
+        some = ", ".join(names[:3])
         raise UsageError(f"--filter {pattern!r} matches no layer; names are like {some}; * stands for any text")
 
 
@@ -149,12 +152,24 @@ def show(plan: Plan, gpu: str | None, as_json: bool, pattern: str = "*") -> None
     out.print(f"Memory: {plan.memory}.")
     if fits is not None:
         out.print(f"{'Fits' if fits else 'Does not fit'} on {gpu} (limit: {USABLE:.0%} of its memory).")
-    share = plan.communication / plan.seconds if plan.seconds else 0.0
     out.print(
-        f"Estimated {plan.seconds * 1e3:.3f} ms per forward pass, {share:.0%} of it in collectives. "
+        f"{estimate(plan)} "
         f"{'This plan is optimal' if plan.optimal else 'This plan may not be optimal'} under the cost model. "
         f"Planned in {sum(plan.timings.values()):.1f} s."
     )
+
+
+def estimate(plan: Plan) -> str:
+    """The estimated time, of the requested call if it is known, else of the call that was planned."""
+    assert plan.memory is not None
+    memory, requested = plan.memory, f"{plan.memory.batch} × {plan.memory.context} tokens"
+    seconds, communication, what = plan.seconds, plan.communication, "forward pass"
+    if memory.seconds is not None and memory.communication is not None:
+        seconds, communication, what = memory.seconds, memory.communication, f"forward pass of {requested}"
+    elif memory.context:
+        what = f"forward pass of the planned call (that of {requested} is unknown)"
+    collectives = f", {communication / seconds:.0%} of it in collectives" if plan.world_size > 1 and seconds else ""
+    return f"Estimated {seconds * 1e3:.3f} ms per {what}{collectives}."
 
 
 def timings_table(plan: Plan) -> Table:

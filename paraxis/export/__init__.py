@@ -56,7 +56,7 @@ class Export:
         source: For torch, the plan as a Python module.
         groups: The modules in which activations stay sharded between layers.
         gathered: Layers that are sharded separately, with gathers that Paraxis does not need, and the reason.
-        replicated: Modules that are not sharded, and the reason.
+        replicated: Modules that the plan does not shard, and the reason; vLLM shards some of them itself.
         sharded_fraction: The fraction of all parameter elements that one rank holds.
         error: The largest error in the verification; None if the plan was not verified.
         ships_plan: Whether transformers ships a plan for the model.

@@ -97,7 +97,7 @@ def _unsupported_by_vllm(style: str) -> str:
         return "vLLM runs fused experts itself"
     if style in (PACKED, ROW):
         return "vLLM documents no style for packed outputs"
-    return "vLLM documents no style for a single layer; it replicates it, or shards it itself if it is the lm_head"
+    return "vLLM documents no style for a single layer: it shards the lm_head itself, and replicates others"
 
 
 def _unsupported(target: str, styles: Mapping[str, str]) -> str:

@@ -38,6 +38,7 @@ from ..passes.solve import Solved, solved_of
 from ..placement import local_shape
 from ..tensor.sharded_tensor import ShardedTensor, override_shards
 from ..utils.names import block_of
+from .build import estimated_times
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,14 @@ class Usage:
     Attributes:
         activations: Peak memory of intermediate tensors and outputs, without the KV cache.
         cache: The KV cache for the next call, with the room preallocated for appending.
+        seconds: Estimated seconds of the call's forward pass, under the cost model.
+        communication: Estimated seconds of these in collectives.
     """
 
     activations: int
     cache: int
+    seconds: float = 0.0
+    communication: float = 0.0
 
 
 @dataclass(eq=False)
@@ -253,7 +258,7 @@ def _run(
                 _backward(returned)
     copies = Counter(f"{each.path}.{like}" for each in repeated for like in each.like.values())
     cache = sum(each.size * (1 + copies[each.block]) for each in cached)
-    return Usage(allocations.peak(copies, saved) - cache, cache)
+    return Usage(allocations.peak(copies, saved) - cache, cache, *estimated_times(solved, repeated))
 
 
 def _fake(value: Any) -> Any:

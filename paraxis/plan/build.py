@@ -15,7 +15,7 @@ from ..passes.layers import Layer, find_layers
 from ..passes.solve import Solved
 from ..placement import REPLICATE, Layout, Placement, Replicate, Shard, local_shape
 from ..rules import rule_for
-from ..solver import Value
+from ..solver import Step, Value
 from ..tensor.apply_placements import stored
 from .plan import CollectivePlan, LayerPlan, ParameterPlan, Plan
 
@@ -101,7 +101,7 @@ class PlanBuilder:
                     if name in self.parameters and other in shapes and other not in self.parameters:
                         placement = self.parameters[name].placement
                         self.add_parameter(other, placement, shapes[other], reasons.get(name, ""))
-                inside = [s for s in solved.program.steps if each.renamed(f"{captured_module_of(s.node)}.", index)]
+                inside = steps_of_block(each, index, solved)
                 talk = sum(solved.account.comm.get(s, 0.0) for s in inside)
                 self.cost += sum(solved.solution.costs.get(s, 0.0) for s in inside)
                 self.seconds += talk + sum(solved.account.compute.get(s, 0.0) for s in inside)
@@ -121,6 +121,23 @@ class PlanBuilder:
             small = "not used by a graph that was planned, and too small to shard"
             self.add_parameter(name, placement, shape, "" if isinstance(placement, Shard) else small)
             self.unplanned.append(name)
+
+
+def steps_of_block(each: Repeated, index: int, solved: Solved) -> list[Step]:
+    """The steps of the planned block that the left-out block ``index`` repeats."""
+    return [s for s in solved.program.steps if each.renamed(f"{captured_module_of(s.node)}.", index)]
+
+
+def estimated_times(solved: Solved, repeated: list[Repeated]) -> tuple[float, float]:
+    """Estimated seconds of a solved program with the blocks that were left out, and those of them in collectives."""
+    account = solved.account
+    compute, talk = sum(account.compute.values()), account.communication
+    for each in repeated:
+        for index in each.like:
+            inside = steps_of_block(each, index, solved)
+            compute += sum(account.compute.get(s, 0.0) for s in inside)
+            talk += sum(account.comm.get(s, 0.0) for s in inside)
+    return compute + talk, talk
 
 
 def parameters_of_block(each: Repeated, index: int, names: Iterable[str]) -> list[str]:

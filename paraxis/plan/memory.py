@@ -22,6 +22,7 @@ from ..capture import mark_output_op
 from ..compat.torch import TorchDispatchMode
 from ..placement import Placement, local_shape
 from .plan import Memory, Plan
+from .quantized import quantization_note
 
 if TYPE_CHECKING:
     from ..passes.solve import Solved
@@ -188,6 +189,7 @@ def memory_of(
     elif isinstance(tensors, CacheTensors):
         placements = cache_placements(solved)
         cache = max(_cache_bytes(tensors, placements, rank) for rank in ranks)
+    seconds, communication = (None, None) if isinstance(usage, str) else (usage.seconds, usage.communication)
     return Memory(
         parameters=max(shard_bytes(list(plan.parameters), rank) for rank in ranks),
         buffers=sum(b.numel() * b.dtype.itemsize for b in model.buffers()),
@@ -199,6 +201,11 @@ def memory_of(
         context=sizes.context or 0,
         cache_error=tensors if isinstance(tensors, str) else "",
         activations_error=usage if isinstance(usage, str) else "",
+        seconds=seconds,
+        communication=communication,
+        quantization=quantization_note(
+            getattr(model, "config", None), plan, {n: parameters[n].dtype for n in plan.parameters}
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from ..placement import Placement, Replicate, from_json, local_shape, to_json
-from ..utils.names import pattern_of
+from ..utils.names import numbered_pattern, pattern_of
 from ..utils.sizes import size_text
 
 if TYPE_CHECKING:
@@ -92,6 +92,9 @@ class Memory:
         batch, context: Sequences, and tokens per sequence, of KV cache and activations.
         cache_error: Why the KV cache is unknown, if it was requested.
         activations_error: Why the activations are unknown, if they were requested.
+        seconds: Estimated seconds of a forward pass of ``batch`` × ``context`` tokens; None if unknown.
+        communication: Estimated seconds of these in collectives.
+        quantization: What the checkpoint stores, if it is quantized; the other figures are for unquantized weights.
     """
 
     parameters: int
@@ -104,6 +107,9 @@ class Memory:
     context: int = 0
     cache_error: str = ""
     activations_error: str = ""
+    seconds: float | None = None
+    communication: float | None = None
+    quantization: str = ""
 
     @property
     def total(self) -> int:
@@ -146,7 +152,8 @@ class Memory:
             parts.append(f"activations unknown ({self.activations_error})")
         without = " without activations" if self.activations is None else ""
         sizes = f" for {self.batch} × {self.context} tokens" if self.context else ""
-        return f"{size_text(self.total)} per rank{without}{sizes}: {', '.join(parts)}"
+        note = f"; {self.quantization}" if self.quantization else ""
+        return f"{size_text(self.total)} per rank{without}{sizes}: {', '.join(parts)}{note}"
 
 
 _FORMER_FIELDS = {"unknown": "cache_error", "uncounted": "activations_error"}
@@ -308,35 +315,50 @@ class Plan:
     # -- text --------------------------------------------------------------------------------------------------
 
     def table(self, pattern: str = "*") -> Table:
-        """One row per kind of layer whose name matches a pattern, as in ``"*.down_proj"``.
+        """One row per kind of layer, and of other parameters, whose name matches a pattern, as in ``"*.down_proj"``.
 
         Repeated blocks are shown once, with their count. The notes below are those of the full plan.
         """
-        from rich.table import Table
+        # rich is imported where text is made: planning and running need none of it
+        from ..utils.tables import WideTable
 
-        rows: dict[tuple[Any, ...], list[str]] = {}
+        rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
         for layer in self.layers:
             if not fnmatchcase(layer.name, pattern):
                 continue
-            key = (pattern_of(layer.name), layer.kind, layer.axis, layer.input_is_parallel, layer.collective)
-            rows.setdefault((*key, layer.global_shape, layer.local_shape), []).append(layer.name)
+            alone = self.world_size == 1
+            placed = ("replicated" if alone or not layer.axis else layer.axis,)
+            arrives = ("sharded" if layer.input_is_parallel and not alone else "replicated",)
+            cells = (layer.kind, *placed, *arrives, "" if alone else layer.collective)
+            shapes = ("×".join(map(str, layer.global_shape)), "×".join(map(str, layer.local_shape)))
+            rows.setdefault((pattern_of(layer.name), (*cells, *shapes)), []).append(layer.name)
+        for name, parameter in self._other_parameters():
+            if not fnmatchcase(name, pattern):
+                continue
+            dims = ", ".join(str(dim) for dim, _ in getattr(parameter.placement, "layouts", ()))
+            cells = ("parameter", f"sharded ({dims})" if dims else "replicated", "", "")
+            local = local_shape(parameter.placement, parameter.global_shape, 0)
+            shapes = ("×".join(map(str, parameter.global_shape)), "×".join(map(str, local)))
+            rows.setdefault((pattern_of(name), (*cells, *shapes)), []).append(name)
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         title = f"Plan for {ranks}: {self.sharded_fraction:.1%} of the parameters per rank"
-        table = Table(title=title, caption=self._caption(), caption_justify="left")
+        table = WideTable(title=title, caption=self._caption(), caption_justify="left")
         for column in ("layer", "×", "kind", "parallel", "input", "collective", "shape", "local shape"):
-            table.add_column(column, justify="right" if column == "×" else "left")
-        for (repeated, kind, axis, parallel, collective, full, local), names in rows.items():
-            table.add_row(
-                repeated,
-                str(len(names)),
-                kind,
-                axis or "replicated",
-                "sharded" if parallel else "replicated",
-                collective,
-                "×".join(map(str, full)),
-                "×".join(map(str, local)),
-            )
+            table.add_column(column, justify="right" if column == "×" else "left", overflow="fold")
+        repeated = Counter(block for block, _ in rows)
+        for (block, row), names in rows.items():
+            others = [name for (other, _), each in rows.items() if other == block for name in each]
+            table.add_row(block if repeated[block] == 1 else numbered_pattern(names, others), str(len(names)), *row)
         return table
+
+    def _other_parameters(self) -> list[tuple[str, ParameterPlan]]:
+        """The matrices and larger parameters that are no weight of a layer: of convolutions, experts, or plain ones."""
+        layers = {(layer.name, layer.global_shape) for layer in self.layers}
+        return [
+            (name, parameter)
+            for name, parameter in self.parameters.items()
+            if len(parameter.global_shape) > 1 and (name.rpartition(".")[0], parameter.global_shape) not in layers
+        ]
 
     def _caption(self) -> str:
         kinds = ", ".join(f"{n} {kind.replace('_', '-')}" for kind, n in self.count().items()) or "none"

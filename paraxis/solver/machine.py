@@ -50,6 +50,8 @@ class Machine:
 
     def collective(self, kind: str, size: float, world: int) -> float:
         """Seconds for a collective of ``world`` ranks on a full tensor of ``size`` bytes."""
+        if world == 1:
+            return 0.0  # nothing is sent
         link = self.links.get(kind, self.link)
         if self.between is None or not self.per_node or world <= self.per_node:
             return link.latency + volume(kind, world) * size / link.bandwidth
@@ -59,7 +61,7 @@ class Machine:
         return inside + outside
 
     def to_json(self) -> dict[str, Any]:
-        """The machine as plain data."""
+        """The machine as a JSON-serializable dictionary."""
         return asdict(self)
 
     @classmethod

@@ -75,3 +75,27 @@ def test_html_writes_a_report(folder: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     assert call("plan", folder, "--tp", "2", "--html", str(page)).exit_code == 0
     assert "o_proj" in page.read_text() and "row-parallel" in page.read_text()
+
+
+def test_one_rank_has_no_collectives(folder: str) -> None:
+    found = call("plan", folder, "--tp", "1")
+    assert found.exit_code == 0 and "Collectives per forward pass: none." in found.output
+    assert "of it in collectives" not in found.output and "all-reduce" not in found.output
+    rows = [line for line in found.output.splitlines() if "│" in line and "linear" in line]
+    assert rows and all("replicated" in row and "column" not in row and "sharded" not in row for row in rows)
+
+
+@pytest.mark.parametrize("machine", [[], ["--machine", "h100"]])
+def test_one_rank_spends_no_time_on_collectives(folder: str, machine: list[str]) -> None:
+    data = json.loads(call("plan", folder, "--tp", "1", *machine, "--json").stdout)
+    assert data["communication"] == 0 < data["seconds"] and not data["collectives"]
+
+
+def test_the_estimated_time_is_that_of_the_context(folder: str) -> None:
+    """More tokens take longer; the time of the plan itself, which is compared by `diff`, stays."""
+    short, long = (json.loads(call("plan", folder, "--context", n, "--json").stdout) for n in ("16", "4096"))
+    assert short["seconds"] == long["seconds"]
+    assert 0 < short["memory"]["communication"] < short["memory"]["seconds"] < long["memory"]["seconds"]
+    found = call("plan", folder, "--context", "4096")
+    text = f"Estimated {long['memory']['seconds'] * 1e3:.3f} ms per forward pass of 1 × 4096 tokens"
+    assert text in " ".join(found.output.split())

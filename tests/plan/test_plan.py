@@ -9,6 +9,7 @@ import pytest
 import torch
 from rich.console import Console
 from torch import nn
+from transformers import ViTConfig, ViTForImageClassification
 
 from paraxis import plan_model
 from paraxis.placement import REPLICATE, Layout, Placement, Shard, local_shape
@@ -144,3 +145,46 @@ def test_two_layers_of_one_call() -> None:
     plan = plan_model(block, 2, example_inputs=torch.ones(2, 4, 16))
     axes = {layer.name: layer.axis for layer in plan.layers}
     assert axes == {"self_attn": "column", "self_attn.out_proj": "row", "linear1": "column", "linear2": "row"}
+
+
+def test_the_table_has_parameters_that_are_no_layer() -> None:
+    """Convolutions, experts and plain parameters; vectors are left out."""
+    convolution, plain = (64, 3, 4, 4), (1, 5, 64)
+    parameters = {
+        "embeddings.projection.weight": ParameterPlan(Shard.of(0, Layout.even(64, 2)), convolution, (32, 3, 4, 4)),
+        "embeddings.position_embeddings": ParameterPlan(REPLICATE, plain, plain),
+        "norm.weight": ParameterPlan(REPLICATE, (64,), (64,)),
+        "head.weight": ParameterPlan(Shard.of(0, Layout.even(10, 2)), (10, 64), (5, 64)),
+    }
+    head = LayerPlan("head", "linear", "column", True, False, False, (10, 64), (5, 64))
+    rows = _rows(Plan(2, [head], parameters))
+    assert [row[0] for row in rows] == ["head", "embeddings.projection.weight", "embeddings.position_embeddings"]
+    assert rows[1][2:4] == ["parameter", "sharded (0)"] and rows[1][6:] == ["64×3×4×4", "32×3×4×4"]
+    assert rows[2][2:4] == ["parameter", "replicated"]
+
+
+def test_the_table_of_a_vision_transformer() -> None:
+    """The convolution of the patches, and parameters without a module of their own."""
+    config = ViTConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=8
+    )
+    model = ViTForImageClassification(config)
+    rows = {
+        row[0]: row for row in _rows(plan_model(model, 2, example_inputs={"pixel_values": torch.zeros(2, 3, 16, 16)}))
+    }
+    patches = next(row for name, row in rows.items() if name.endswith("projection.weight"))
+    assert patches[2] == "parameter" and patches[6] == "32×3×8×8"
+    assert rows["vit.embeddings.cls_token"][6] == "1×1×32"
+    assert rows["vit.embeddings.position_embeddings"][6] == "1×5×32"
+
+
+def test_rows_of_one_pattern_say_which_layers_they_are() -> None:
+    layers = [
+        LayerPlan(f"layers.{i}.mlp.up", "linear", "column", False, False, False, shape, (shape[0] // 2, 8))
+        for i, shape in enumerate([(16, 8), (32, 8), (32, 8), (16, 8)])
+    ]
+    assert [row[0] for row in _rows(Plan(2, layers))] == ["layers.[0,3].mlp.up", "layers.[1-2].mlp.up"]
+
+
+def _rows(plan: Plan) -> list[list[str]]:
+    return [list(row) for row in zip(*(column.cells for column in plan.table().columns), strict=True)]
