@@ -39,3 +39,17 @@ class GraphBreak(CaptureError):
 
 class ConstraintError(ValueError):
     """A constraint that means nothing for this model, or constraints that cannot hold together."""
+
+
+class WrapperError(RuntimeError):
+    """A data-parallel wrapper of torch was put around a parallel model, which has data parallelism of its own."""
+
+    def __init__(self, wrapper: str, what: str) -> None:
+        super().__init__(
+            f"{wrapper} cannot wrap {what}: its parameters are sharded over tensor-parallel ranks, which hold "
+            "different shards and need the same batch. For data parallelism, give the ranks a mesh and parallelize the "
+            "model on it: mesh = init_device_mesh('cuda', (dp, tp), mesh_dim_names=('dp', 'tp')), then "
+            "parallelize_model(..., ParallelExecutionCtx(mesh=mesh, current_device=...), data_parallel='replicate') "
+            "in place of DDP, or data_parallel='shard' in place of FSDP. With tensor-parallel ranks only, use the "
+            "model without a wrapper."
+        )

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import (
     _abort_process_group,
@@ -22,6 +24,7 @@ from torch.distributed.distributed_c10d import (
 
 __all__ = [
     "abort_process_groups",
+    "REFUSED_BY_REGISTRY",
     "backend_name",
     "default_group",
     "default_store",
@@ -30,6 +33,7 @@ __all__ = [
     "map_symmetric_memory",
     "resolve_process_group",
     "root_mesh",
+    "set_composable_registry",
     "simulated_store",
     "strided_shard",
 ]
@@ -45,6 +49,16 @@ default_store: Callable[[], dist.Store] = _get_default_store
 
 abort_process_groups: Callable[[], None] = _abort_process_group
 """End all process groups without waiting for collectives that other ranks may never join."""
+REFUSED_BY_REGISTRY = ("fully_shard",)
+"""Names that a composable wrapper looks up in a module's registry before it does anything else.
+
+Not "replicate": readers of a state dict look that up too.
+"""
+
+
+def set_composable_registry(module: nn.Module, registry: dict[str, Any]) -> None:
+    """Replace what composable wrappers (``fully_shard``) note of a module, if none was applied to it."""
+    module.__dict__.setdefault(REGISTRY_KEY, registry)
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:

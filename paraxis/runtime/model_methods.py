@@ -20,6 +20,7 @@ from ..distributed.collectives import broadcast
 from ..integrations.peft import has_adapters, save_adapters
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.unshard import unsharded_for_inference
+from ..tensor.wrappers import refuse_wrappers
 from ..weights.save import save_checkpoint
 from .compiled_call import CompiledCall
 from .redirect_forward import compiled_call_of, model_copier, redirect_forward
@@ -31,6 +32,7 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
     if _state_as_dtensors not in model._state_dict_hooks.values():  # a copy has it already
         model.register_state_dict_post_hook(_state_as_dtensors)
     model._apply = _converter(model)
+    refuse_wrappers(model)
     model.__deepcopy__ = model_copier(model, call, install_model_methods)
     redirect_forward(model, call)
     for name, part in model.named_modules():  # a model that this one wraps generates by calling itself

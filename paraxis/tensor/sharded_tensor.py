@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from ..compat.torch import FakeTensor, make_wrapper_subclass, mark_as_parameter, pytree
 from ..distributed.dp_shard import DPShard
 from ..distributed.redistribute import slice_box, sum_copies
+from ..errors import WrapperError
 from ..placement import Placement, Shard, local_shape
 from . import unshard
 from .checkpoint_chunks import chunk_at, chunk_list, write_items
@@ -158,6 +159,11 @@ class ShardedTensor(torch.Tensor):
                 copied.grad = deepcopy(self.grad, memo)
             memo[id(self)] = copied
         return memo[id(self)]  # type: ignore[no-any-return]
+
+    @property
+    def _fsdp_flattened(self) -> bool:
+        """``FullyShardedDataParallel`` asks this of each parameter before it flattens them: refused."""
+        raise WrapperError("FullyShardedDataParallel", f"the parameter {getattr(self._spec, 'name', '')!r}")
 
     # -- protocol of torch.distributed.checkpoint --------------------------------------------------------------
 
