@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ __all__ = [
     "set_attention_implementation",
     "set_experts_implementation",
     "supports_attention_interface",
+    "trainer_class",
+    "use_cpu_ranks",
 ]
 
 # -- capturing -----------------------------------------------------------------------------------------------------
@@ -202,3 +205,26 @@ def grouped_mm_fallback() -> Any:
         return None
     operator = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     return None if operator is None else operator.default
+
+
+# -- training ------------------------------------------------------------------------------------------------------
+
+
+def trainer_class() -> Any:
+    """``transformers.Trainer``, or None without accelerate, which it needs."""
+    if find_spec("transformers") is None or find_spec("accelerate") is None:
+        return None
+    from transformers import Trainer
+
+    return Trainer
+
+
+def use_cpu_ranks(arguments: Any) -> None:
+    """Let training arguments of ranks on CPUs see the other ranks.
+
+    Without ``use_cpu=True`` and without an accelerator, each rank takes itself for the only one and writes all files.
+    """
+    if arguments.world_size == 1 and not torch.accelerator.is_available():
+        arguments.use_cpu = True
+        arguments.__dict__.pop("_setup_devices", None)  # cached; the next access sets up the ranks
+        _ = arguments.device

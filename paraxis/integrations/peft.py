@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..compat.transformers import has_adapters_loaded
 from ..context import ParallelExecutionCtx
@@ -33,6 +34,20 @@ def save_adapters(model: Any, ctx: ParallelExecutionCtx, directory: str | os.Pat
     with on_all_ranks(ctx.world_group, what):
         if ctx.is_first:
             type(model).save_pretrained(model, directory, state_dict=state_dict, **kwargs)
+
+
+def save_adapters_from_all_ranks(model: Any, group: dist.ProcessGroup) -> None:
+    """Make ``save_pretrained`` of a PEFT model around a parallel one a collective, if it is not one already."""
+    if not has_adapters(model) or "save_pretrained" in vars(model):
+        return
+    ctx = ParallelExecutionCtx(tp_group=group, current_device=next(model.parameters()).device)
+
+    def save_pretrained(save_directory: Any, **kwargs: Any) -> None:
+        for name in ("is_main_process", "safe_serialization", "state_dict"):  # all ranks gather, the first one writes
+            kwargs.pop(name, None)
+        save_adapters(model, ctx, save_directory, **kwargs)
+
+    model.save_pretrained = save_pretrained
 
 
 def _selected(model: Any, tensors: dict[str, Any], options: dict[str, Any]) -> list[str]:

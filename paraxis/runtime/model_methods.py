@@ -6,6 +6,7 @@ would fail on sharded parameters.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,9 @@ from torch import nn
 from ..compat.torch import has_compiled_call
 from ..context import ParallelExecutionCtx
 from ..distributed.collectives import broadcast
+from ..integrations.accelerate import adapt_accelerator
 from ..integrations.peft import has_adapters, save_adapters
+from ..integrations.trainer_mixin import adapt_trainer
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.unshard import unsharded_for_inference
 from ..tensor.wrappers import refuse_wrappers
@@ -33,6 +36,7 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
         model.register_state_dict_post_hook(_state_as_dtensors)
     model._apply = _converter(model)
     refuse_wrappers(model)
+    adapt_training_libraries(model, ctx)
     model.__deepcopy__ = model_copier(model, call, install_model_methods)
     redirect_forward(model, call)
     for name, part in model.named_modules():  # a model that this one wraps generates by calling itself
@@ -52,6 +56,14 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
         model.get_compiled_call = lambda compile_config=None: model.__call__
     if hasattr(model, "save_pretrained") and dist.get_world_size(ctx.world_group) > 1:
         model.save_pretrained = _saver(model, ctx)
+
+
+def adapt_training_libraries(model: nn.Module, ctx: ParallelExecutionCtx) -> None:
+    """Let ``Accelerator`` and ``Trainer`` recognize parallel models, where transformers has loaded accelerate."""
+    if ctx.world_size > 1 and "accelerate" in sys.modules:
+        adapt_accelerator()
+        if "transformers" in sys.modules:
+            adapt_trainer()
 
 
 def _state_as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -111,6 +123,8 @@ def _saver(model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
         plain = {k: kwargs.pop(k) for k in ("max_shard_size", "save_original_format") if k in kwargs}
         for name in ("is_main_process", "safe_serialization", "state_dict"):  # the first rank writes, safetensors only
             kwargs.pop(name, None)
+        if str(getattr(kwargs.get("save_function"), "__module__", "")).startswith("accelerate."):
+            kwargs.pop("save_function")  # accelerate's own writes on the first rank, too
         if has_adapters(model):
             save_adapters(model, ctx, save_directory, **plain, **kwargs)
             return
