@@ -114,21 +114,22 @@ def adapt_trainer() -> None:
 
     The accelerator is the first thing that a trainer creates once it has its model.
     """
-    cls = trainer_class()
-    if cls is None or hasattr(cls.create_accelerator_and_postprocess, _ADAPTED):
+    base = trainer_class()
+    if base is None or hasattr(base.create_accelerator_and_postprocess, _ADAPTED):
         return
-    create = cls.create_accelerator_and_postprocess
+    create = base.create_accelerator_and_postprocess
 
     @functools.wraps(create)
     def with_parallel_models(trainer: Any) -> None:
         if isinstance(trainer, ParallelTrainerMixin) or tensor_parallel_group(trainer.model) is None:
             create(trainer)
         else:
-            trainer.__class__ = _with_mixin(type(trainer))
+            cls: Any = type(trainer)
+            trainer.__class__ = _with_mixin(cls)
             _create_accelerator(trainer, functools.partial(create, trainer))
 
     setattr(with_parallel_models, _ADAPTED, True)
-    cls.create_accelerator_and_postprocess = with_parallel_models
+    base.create_accelerator_and_postprocess = with_parallel_models
 
 
 @functools.cache
