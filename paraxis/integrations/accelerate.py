@@ -77,7 +77,7 @@ def make_tensor_parallel(accelerator: Any, group: dist.ProcessGroup) -> None:
     """Make the ranks of an accelerator tensor-parallel ranks of one model.
 
     Raises:
-        ValueError: The accelerator has other ranks than the model, or has prepared a data loader with other rows for each rank.
+        ValueError: The accelerator has other ranks than the model, or has prepared a data loader before it.
     """
     if hasattr(accelerator, _ADAPTED):
         return
