@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .capture.dummy_inputs import example_call
+from .capture.dummy_inputs import example_calls
 from .config import Config, names_of_config, split_config
 from .context import ParallelExecutionCtx
 from .data_parallel import check_option
@@ -107,8 +107,8 @@ def parallelize_model(
 def _plan_and_load(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> None:
     plan = make_plan(call.module, ctx, config, examples)  # capture, solve; or a plan of the user or the cache
     if isinstance(plan, NotOneGraph):  # each of its graphs is planned, applied and loaded when a first call meets it
-        args, kwargs = example_call(call.module, examples, ctx.current_device, config.objective)
-        plan_by_running(call, args, kwargs, plan.reason)
+        calls = example_calls(call.module, examples, ctx.current_device, config.objective)
+        plan_by_running(call, calls, plan.reason)
         return
     apply_plan(plan, ctx)
     materialize_parameters(ctx, config)

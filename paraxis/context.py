@@ -31,6 +31,7 @@ class EngineState:
         simulated: Whether the ranks are simulated, without weights.
         aliases: For parameters that several modules share: all their names, by the first.
         repeats: How many parameters of the model one that is planned stands for, where blocks are planned once.
+        decided: While a plan is searched with several calls, the placements that earlier ones decided, by name.
         conversions: Parameters that the checkpoint stores in another form.
         grad_reducer: What averages gradients over data-parallel ranks, where there are any.
         pass_seconds: Seconds spent in each pass, by its name.
@@ -42,6 +43,7 @@ class EngineState:
     simulated: bool = False
     aliases: dict[str, list[str]] = field(default_factory=dict)
     repeats: dict[str, int] = field(default_factory=dict)
+    decided: dict[str, Any] = field(default_factory=dict)
     conversions: list[Any] = field(default_factory=list)
     grad_reducer: GradReducer | None = None
     pass_seconds: dict[str, float] = field(default_factory=dict)

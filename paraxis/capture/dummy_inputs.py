@@ -1,11 +1,16 @@
-"""Example inputs to plan a model with: the caller's, or dummy inputs for a model that takes token ids."""
+"""Example inputs to plan a model with: the caller's, or dummy inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from .dummy.facts import Facts
+from .dummy.forms import FORMS, forms_of
+from .dummy.scenes import dummy_scenes, text_scene
 
 SIZES: dict[str | None, tuple[int, int]] = {
     None: (2, 8),
@@ -19,33 +24,57 @@ SIZES: dict[str | None, tuple[int, int]] = {
 def example_call(
     model: nn.Module, examples: Any, device: torch.device, objective: str | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """(args, kwargs) to call the model with: the caller's examples, or dummy inputs where there are none."""
-    if examples is None:
-        return (), _dummy(model, device, objective)
-    if isinstance(examples, dict):
-        return (), _to(examples, device)
-    if isinstance(examples, (tuple, list)):
-        return tuple(_to(list(examples), device)), {}
-    return (_to(examples, device),), {}
+    """(args, kwargs) to call the model with: the caller's examples, or dummy inputs where there are none.
+
+    Of several scenes, it is the richest.
+    """
+    return next(example_calls(model, examples, device, objective))
 
 
-def _dummy(model: nn.Module, device: torch.device, objective: str | None) -> dict[str, Any]:
-    config = getattr(model, "config", None)
-    if config is None:
+def example_calls(
+    model: nn.Module, examples: Any, device: torch.device, objective: str | None = None
+) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """(args, kwargs) of every scene to plan the model with. Later ones are for parameters that earlier ones do not use.
+
+    Raises:
+        ValueError: there are no examples, and dummy inputs cannot be derived.
+    """
+    if is_scenes(examples):
+        for scene in examples:
+            yield (), _to(scene, device)
+    elif isinstance(examples, dict):
+        yield (), _to(examples, device)
+    elif isinstance(examples, (tuple, list)):
+        yield tuple(_to(list(examples), device)), {}
+    elif examples is not None:
+        yield (_to(examples, device),), {}
+    else:
+        found = dummy_scenes(_facts(model, device, objective))
+        if objective == "decode":  # a decode step has no images: the decoder is planned without them
+            inputs = list(found)
+            found = iter(inputs[-1:] + inputs[:-1])
+        for scene in found:
+            yield (), scene
+
+
+def text_call(model: nn.Module, device: torch.device, objective: str | None = None) -> dict[str, Any]:
+    """Dummy inputs with text alone, where a model takes it; else those of its richest scene."""
+    facts = _facts(model, device, objective)
+    return text_scene(facts, check=any(forms_of(facts, modality) for modality in FORMS)) or next(dummy_scenes(facts))
+
+
+def is_scenes(examples: Any) -> bool:
+    """Whether the examples are several calls: a list of dicts."""
+    return isinstance(examples, (tuple, list)) and bool(examples) and all(isinstance(x, dict) for x in examples)
+
+
+def _facts(model: nn.Module, device: torch.device, objective: str | None) -> Facts:
+    if getattr(model, "config", None) is None:
         raise ValueError(
             f"{type(model).__name__} is not a transformers model, so its inputs cannot be guessed: pass "
             "example_inputs=, a tensor, a tuple of positional or a dict of keyword arguments."
         )
-    if getattr(model, "main_input_name", "input_ids") == "input_ids":
-        batch, length = SIZES[objective]
-        rows = batch * (getattr(config, "num_codebooks", None) or 1)  # audio models take a row per codebook
-        longest = getattr(config, "max_position_embeddings", None) or 0  # negative: no limit
-        ids = torch.ones(rows, min(length, longest) if longest > 0 else length, dtype=torch.int64, device=device)
-        inputs = {"input_ids": ids}
-        if getattr(config, "is_encoder_decoder", False):
-            inputs["decoder_input_ids"] = ids
-        return inputs
-    return _to(dict(model.dummy_inputs), device)  # type: ignore[arg-type,no-any-return]
+    return Facts(model, *SIZES[objective], device)
 
 
 def takes_token_labels(model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ Python frame (``attrgetter`` runs in C).
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -53,6 +54,7 @@ __all__ = [
     "current_graph_task",
     "disable_dispatch_modes",
     "dispatch_mode_depth",
+    "fake_tensor_logger",
     "foreach_mul",
     "forward_hooks",
     "fused_sdp_choice",
@@ -173,6 +175,11 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 def call_forward_and_hooks(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module with its hooks, bypassing the compiled call that was installed on it."""
     return module._call_impl(*args, **kwargs)
+
+
+def fake_tensor_logger() -> logging.Logger:
+    """Where torch logs the traceback of every operator that fails on fake tensors (seen in 2.11 to 2.13)."""
+    return logging.getLogger(FakeTensorMode.__module__)
 
 
 COMPILED_CALL = "_compiled_call_impl"

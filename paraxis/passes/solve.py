@@ -87,7 +87,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
             origin = node.meta.get("origin")
             if origin in by_origin:
                 parameters[node] = by_origin[origin]
-                placement = by_origin[origin].placement
+                placement = by_origin[origin].placement or ctx.state.decided.get(by_origin[origin].name)
                 if later and by_origin[origin].meta is None:  # added since the plan was made
                     placement = REPLICATE
                 if placement is not None and not alone:

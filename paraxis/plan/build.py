@@ -112,6 +112,39 @@ class PlanBuilder:
             )
             self.gathered = _repeat(self.gathered, each, lambda x: x[0], lambda x, name: (name, x[1]))
 
+    def add_call(
+        self,
+        solved: Solved,
+        collectives: Iterable[Collective],
+        repeated: list[Repeated],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        """Add a call of the model: all of the first one; of a later one what only it uses.
+
+        Layers, collectives and costs are those of one forward pass. A later call is there for parameters that no
+        earlier one uses, so it adds the modules with these, and no costs.
+        """
+        if not self.parameters:
+            self.add_graph(solved, collectives)
+            self.add_repeated(repeated, solved, shapes)
+            return
+        other = PlanBuilder(self.world_size)
+        other.parameters.update(self.parameters)
+        other.add_graph(solved, collectives)
+        other.add_repeated(repeated, solved, shapes)
+        new = [name for name in other.parameters if name not in self.parameters]
+
+        def is_new(module: str) -> bool:
+            inside = f"{module}."
+            return any(n.startswith(inside) for n in new) and not any(n.startswith(inside) for n in self.parameters)
+
+        self.layers += [layer for layer in other.layers if is_new(layer.name)]
+        self.collectives += [each for each in other.collectives if is_new(each.module)]
+        self.gathered += [each for each in other.gathered if is_new(each[0])]
+        self.replicated += other.replicated
+        self.optimal &= other.optimal
+        self.parameters.update({name: other.parameters[name] for name in new})
+
     def add_unused(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Place the parameters that no planned graph uses: sharded for memory, where their sizes allow it."""
         for name, shape in shapes.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,14 +10,15 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..capture import capture
-from ..capture.dummy_inputs import example_call
+from ..capture.dummy.check import check_placeholders
+from ..capture.dummy_inputs import example_calls
 from ..capture.repeated_blocks import Repeated, find_repeated, without_repeats
 from ..capture.trace import gc_paused, install_output_hooks
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..distributed.consensus import all_gather_object, on_all_ranks, on_rank0, rank0_only
 from ..errors import GraphBreak
-from ..graph.local_program import info_of
+from ..graph.local_program import Collective, info_of
 from ..passes.build import build_program
 from ..passes.solve import Solved, solved_of
 from ..solver.constraints import check_names, parse
@@ -101,13 +102,48 @@ def _planned_on_rank0(
 def search_plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> Searched | NotOneGraph:
     """Capture the model and search for its plan: capture, decompose, solve, annotate, partition.
 
-    A deep model is planned by its first blocks where the others repeat them.
+    A deep model is planned by its first blocks where the others repeat them. A model that is called in several ways
+    (with text alone, with images, with audio) is planned by the richest call; parameters that it does not use, by the
+    next ones, with the placements of the earlier ones fixed.
     """
     ctx.state.aliases = tied_names(model)
     install_output_hooks(model)  # on all blocks, not only on those that are captured now
-    with on_all_ranks(ctx.world_group, "preparing the plan", config.sync_timeout):
-        args, kwargs = example_call(model, examples, ctx.current_device, config.objective)
-        check_names(parse(config.constraints), {name: ctx.state.aliases.get(name, [name]) for name in ctx.param_cache})
+    calls = example_calls(model, examples, ctx.current_device, config.objective)
+    shapes, builder = parameter_shapes(ctx), PlanBuilder(ctx.world_size)
+    found: Searched | None = None
+    broken: NotOneGraph | None = None
+    try:
+        while shapes.keys() - builder.parameters.keys():
+            with on_all_ranks(ctx.world_group, "preparing the plan", config.sync_timeout):
+                names = {name: ctx.state.aliases.get(name, [name]) for name in ctx.param_cache}
+                check_names(parse(config.constraints), names)
+                call = next(calls, None)
+                if call is not None and examples is not None:
+                    check_placeholders(model, call[1])
+            if call is None:
+                break
+            captured = _search_call(model, *call, ctx, config)
+            if isinstance(captured, NotOneGraph):
+                broken = broken or captured
+                continue
+            graph, inputs, repeated, collectives = captured
+            solved = solved_of(graph)
+            builder.add_call(solved, collectives, repeated, shapes)
+            ctx.state.decided = {name: p.placement for name, p in builder.parameters.items()}
+            found = found or Searched(Plan(ctx.world_size), graph, inputs, solved, repeated)
+    finally:
+        ctx.state.decided = {}
+    if found is None:
+        assert broken is not None
+        return broken
+    builder.add_unused(shapes)
+    return replace(found, plan=builder.build())
+
+
+def _search_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], ctx: ParallelExecutionCtx, config: Config
+) -> tuple[GraphModule, list[Any], list[Repeated], list[Collective]] | NotOneGraph:
+    """The graph of a call with its solution, its inputs, the blocks left out of it, and the collectives it needs."""
     shown = config.show_progress and ctx.rank == 0
     with ctx.timed("capture"), stage("Capturing the model", shown):
         first, repeated = _capture_first_blocks(model, args, kwargs, ctx, config)
@@ -123,12 +159,7 @@ def search_plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
             program = build_program(captured, inputs, ctx, config)
     finally:
         state.planning = state.searching = False
-    solved, shapes = solved_of(captured), parameter_shapes(ctx)
-    builder = PlanBuilder(ctx.world_size)
-    builder.add_graph(solved, info_of(program).collectives)
-    builder.add_repeated(repeated, solved, shapes)
-    builder.add_unused(shapes)
-    return Searched(builder.build(), captured, inputs, solved, repeated)
+    return captured, inputs, repeated, list(info_of(program).collectives)
 
 
 def _capture_first_blocks(

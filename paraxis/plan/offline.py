@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
-from ..capture.dummy_inputs import SIZES, example_call
+from ..capture.dummy_inputs import SIZES, example_call, text_call
 from ..capture.repeated_blocks import Repeated, without_repeats
 from ..capture.trace import gc_paused
 from ..compat.distributed import simulated_store
@@ -160,7 +160,11 @@ def _measure(
     model's KV cache; texts where neither is known."""
     if sizes.context is None:
         return "", ""
-    _, planned = example_call(model, examples, torch.device("cpu"), config.objective)
+    device = torch.device("cpu")
+    if examples is None:  # the memory is that of a context of text
+        planned = text_call(model, device, config.objective)
+    else:
+        _, planned = example_call(model, examples, device, config.objective)
     ids = planned.get("input_ids")  # some models take several rows for each sequence
     each = len(ids) // SIZES[config.objective][0] if examples is None and ids is not None else 1
     inputs = resize_inputs(planned, sizes.batch * each, sizes.context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -200,18 +200,24 @@ def place_unused(ctx: ParallelExecutionCtx, config: Config, which: set[int] | No
     materialize_parameters(ctx, config)
 
 
-def plan_by_running(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> None:
-    """Plan a model with graph breaks by running it: every graph is solved, applied and loaded when it is met."""
+def plan_by_running(call: CompiledCall, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]], reason: str) -> None:
+    """Plan a model with graph breaks by running it: every graph is solved, applied and loaded when it is met.
+
+    ``calls`` are (args, kwargs) of the calls to plan it with. The later ones are for parameters that no earlier one uses.
+    """
     ctx, config = call.ctx, call.config
     ctx.state.planning = True
     try:
         with torch.no_grad(), gc_paused():
             call.fall_back(reason)
-            try:
-                call(*args, **kwargs)
-            except UnplacedError:  # read by Python code before any graph: place all the rest, and run it again
-                place_unused(ctx, config)
-                call(*args, **kwargs)
+            for args, kwargs in calls:
+                if all(meta.placement is not None for meta in parameter_metas(ctx).values()):
+                    break
+                try:
+                    call(*args, **kwargs)
+                except UnplacedError:  # read by Python code before any graph: place all the rest, and run it again
+                    place_unused(ctx, config)
+                    call(*args, **kwargs)
     finally:
         ctx.state.planning = False
     place_unused(ctx, config)

@@ -1,0 +1,1 @@
+"""Dummy inputs for text, images, videos and audio, derived from a model's signature and configuration."""
