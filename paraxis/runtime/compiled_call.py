@@ -203,7 +203,7 @@ def place_unused(ctx: ParallelExecutionCtx, config: Config, which: set[int] | No
 def plan_by_running(call: CompiledCall, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]], reason: str) -> None:
     """Plan a model with graph breaks by running it: every graph is solved, applied and loaded when it is met.
 
-    ``calls`` are (args, kwargs) of the calls to plan it with. The later ones are for parameters that no earlier one uses.
+    ``calls`` are (args, kwargs) of the calls to plan it with; later ones are for parameters that no earlier one uses.
     """
     ctx, config = call.ctx, call.config
     ctx.state.planning = True

@@ -244,6 +244,6 @@ def _what_to_pass(facts: Facts, errors: dict[str, Exception]) -> str:
             shapes += [f"{name} of shape {tuple(x.shape)}" for name, x in made.items() if isinstance(x, torch.Tensor)]
     guess = f" Expected are arguments such as {', '.join(shapes)}." if shapes else ""
     return (
-        f"no dummy inputs of {type(facts.model).__name__} could be derived ({tried}). Pass example_inputs=, a dict of the "
-        f"keyword arguments of one call of the model (required: {', '.join(names)}), or a list of such dicts.{guess}"
+        f"no dummy inputs of {type(facts.model).__name__} could be derived ({tried}). Pass example_inputs=, a dict of "
+        f"the keyword arguments of one call of the model (required: {', '.join(names)}), or a list of such dicts.{guess}"
     )
