@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from importlib.util import find_spec
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -228,3 +229,20 @@ def use_cpu_ranks(arguments: Any) -> None:
         arguments.use_cpu = True
         arguments.__dict__.pop("_setup_devices", None)  # cached; the next access sets up the ranks
         _ = arguments.device
+
+
+@contextmanager
+def batched_experts(model: nn.Module) -> Iterator[None]:
+    """Run MoE experts as one batched matmul: routing by values is not possible on the meta device."""
+    name, found = "_experts_implementation", {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(getattr(config, name, None), str):
+            found[id(config)] = (config, getattr(config, name))
+    try:
+        for config, _ in found.values():
+            setattr(config, name, "batched_mm")
+        yield
+    finally:
+        for config, before in found.values():
+            setattr(config, name, before)

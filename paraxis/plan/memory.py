@@ -9,7 +9,6 @@ returns are counted; the plan says which shard of them a rank holds.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from torch.func import functional_call
 
 from ..capture import mark_output_op
 from ..compat.torch import TorchDispatchMode
+from ..compat.transformers import batched_experts
 from ..placement import Placement, local_shape
 from .plan import Memory, Plan
 from .quantized import quantization_note
@@ -93,23 +93,6 @@ def resize_inputs(planned: dict[str, Any], rows: int, context: int) -> dict[str,
     return {name: resized(name, value) for name, value in planned.items()}
 
 
-@contextmanager
-def _batched_experts(model: nn.Module) -> Iterator[None]:
-    """Run MoE experts as one batched matmul: routing by values is not possible on the meta device."""
-    name, found = "_experts_implementation", {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if isinstance(getattr(config, name, None), str):
-            found[id(config)] = (config, getattr(config, name))
-    try:
-        for config, _ in found.values():
-            setattr(config, name, "batched_mm")
-        yield
-    finally:
-        for config, before in found.values():
-            setattr(config, name, before)
-
-
 class _OperatorCount(TorchDispatchMode):
     """Counts the operators that run."""
 
@@ -125,7 +108,7 @@ def _run_on_meta(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[CacheTe
     named = (*model.named_parameters(), *model.named_buffers())
     state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in named}
     on_meta = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    with torch.no_grad(), _batched_experts(model), _OperatorCount() as operators:
+    with torch.no_grad(), batched_experts(model), _OperatorCount() as operators:
         output = functional_call(model, state, kwargs=on_meta)
     return [(tuple(t.shape), t.dtype) for t in tensors_in_caches(output)], operators.count
 

@@ -63,7 +63,7 @@ def image_grids_unflattened(facts: Facts) -> Inputs:
 def image_crops(facts: Facts) -> Inputs:
     """(images, crops, channels, height, width): an image of a high resolution as crops and a thumbnail."""
     size = facts.vision("image_grid_pinpoints", default=[[2 * n for n in facts.image_size]])[0]
-    crops = 1 + prod(max(n // tile, 1) for n, tile in zip(size, facts.image_size, strict=True))
+    crops = 1 + prod(-(-n // tile) for n, tile in zip(size, facts.image_size, strict=True))
     pixels = facts.floats(facts.batch, crops, facts.channels, *facts.image_size)
     return {
         "pixel_values": pixels,
@@ -96,7 +96,7 @@ def image_tiles(facts: Facts) -> Inputs:
 
 def packed_patches(facts: Facts) -> Inputs:
     """(rows, patches, values of a patch), with the height and width of each image in patches."""
-    height, width = 3, 2
+    height, width = 3 * facts.merge, 2 * facts.merge
     count = int(facts.vision("num_patches", default=height * width))
     mask = facts.ints(facts.batch, count)
     mask[:, height * width :] = 0

@@ -71,7 +71,7 @@ def dummy_scenes(facts: Facts) -> Iterator[Inputs]:
         count += 1
         yield text
     if not count:
-        own = _of_the_class(facts)
+        own = _of_the_class(facts) or text_scene(facts, check=False)
         if own is None:
             raise NotDerived(_what_to_pass(facts, errors))
         yield own
@@ -245,5 +245,5 @@ def _what_to_pass(facts: Facts, errors: dict[str, Exception]) -> str:
     guess = f" Expected are arguments such as {', '.join(shapes)}." if shapes else ""
     return (
         f"no dummy inputs of {type(facts.model).__name__} could be derived ({tried}). Pass example_inputs=, a dict of "
-        f"the keyword arguments of one call of the model (required: {', '.join(names)}), or a list of such dicts.{guess}"
+        f"the keyword arguments of one call (required: {', '.join(names)}), or a list of such dicts.{guess}"
     )

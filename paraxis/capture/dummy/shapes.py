@@ -24,6 +24,7 @@ from ...compat.torch import (
     fake_tensor_logger,
     pytree,
 )
+from ...compat.transformers import batched_experts
 from ..repeated_blocks import find_repeated, without_repeats
 
 aten = torch.ops.aten
@@ -128,7 +129,7 @@ def _run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, Counts]:
         if buffer.is_meta or buffer.device.type != "cpu":
             state[name] = real(buffer)
     arguments = pytree.tree_map(real, inputs)
-    with torch.no_grad(), _counting(model, counts), _quiet(), _Shapes(counts):
+    with torch.no_grad(), batched_experts(model), _counting(model, counts), _quiet(), _Shapes(counts):
         try:
             result = functional_call(_Forward(model), {f"model.{k}": v for k, v in state.items()}, kwargs=arguments)
         except Exception as error:
