@@ -26,6 +26,7 @@ from ..tensor.unshard import unsharded_for_inference
 from ..tensor.wrappers import refuse_wrappers
 from ..weights.save import save_checkpoint
 from .compiled_call import CompiledCall
+from .continuous_batching import bounded_cache
 from .redirect_forward import compiled_call_of, model_copier, redirect_forward
 from .submodule_call import already_compiled, has_forward, install_submodule_call
 
@@ -52,6 +53,8 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
     if hasattr(model, "generate") and dist.get_world_size(ctx.world_group) > 1:
         model.generate = _agreeing(model.generate, model, ctx)
     model.compile = already_compiled
+    if hasattr(model, "init_continuous_batching") and ctx.current_device.type == "cpu":
+        model.init_continuous_batching = bounded_cache(model.init_continuous_batching, ctx)
     if hasattr(model, "get_compiled_call"):  # what generate decodes with: it is compiled already
         model.get_compiled_call = lambda compile_config=None: model.__call__
     if hasattr(model, "save_pretrained") and dist.get_world_size(ctx.world_group) > 1:

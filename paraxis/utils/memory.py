@@ -1,4 +1,4 @@
-"""Returning freed memory to the operating system.
+"""Process memory: returning what was freed to the operating system, and how much there is.
 
 Capturing, planning and compiling allocate millions of small objects. The C library retains their memory, fragmented
 into pieces too small for weights, gradients or activations, and a rank would hold it for as long as it runs.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 
 @functools.cache
@@ -25,3 +27,26 @@ def malloc_trim() -> None:
     trim = _trim()
     if trim is not None:
         trim(0)
+
+
+def available_memory() -> int:
+    """Bytes that this process can allocate without swapping, of the machine or of its control group."""
+    free = _meminfo("MemAvailable")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return free if limit == "max" else max(min(free, int(limit) - used), 0)
+
+
+def _meminfo(field: str) -> int:
+    """A field of Linux's memory statistics; elsewhere half of the physical memory."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name == field:
+                return int(value.split()[0]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
