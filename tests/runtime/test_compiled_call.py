@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.host_calls import count_calls
-from models.compare import module_errors, parallel_module
+from models.compare import batch, full, max_difference, module_errors, parallel, parallel_module, reference
 from torch import nn
 
 from paraxis import ParallelExecutionCtx, parallelize_model
@@ -121,3 +121,27 @@ def test_host_work_does_not_grow_with_the_vocabulary(world: int, ranks: Any, che
     for few, many in zip(small, large):
         for kind in few:
             assert abs(many[kind] - few[kind]) <= 20, (kind, few, many)
+
+
+def _break_the_graph(module: Any, args: Any, output: torch.Tensor) -> None:
+    torch._dynamo.graph_break()
+
+
+def collects_hidden_states(folder: str) -> dict[str, Any]:
+    """A model whose embeddings break the graph: its blocks run as graphs, inside of transformers' own forward."""
+    torch._dynamo.reset()
+    (model, ctx), unsharded = parallel(folder), reference(folder)
+    ids, _ = batch(256)
+    for each in (model, unsharded):
+        each.model.embed_tokens.register_forward_hook(_break_the_graph)
+    with torch.no_grad():
+        model(input_ids=ids)
+        found, expected = (each(input_ids=ids, output_hidden_states=True).hidden_states for each in (model, unsharded))
+    errors = [max_difference(full(a), b) for a, b in zip(found, expected, strict=True)]
+    return {"errors": errors, "breaks": ctx.plan.breaks}
+
+
+def test_blocks_stay_graphs_where_the_model_around_them_collects_their_results(ranks: Any, checkpoints: Any) -> None:
+    for found in ranks(2).run(collects_hidden_states, checkpoints("llama")):
+        assert max(found["errors"]) < 1e-4 and len(found["errors"]) == 3
+        assert found["breaks"] and not any("layers" in reason.split(":")[0] for reason in found["breaks"])
