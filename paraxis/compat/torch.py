@@ -83,6 +83,7 @@ __all__ = [
     "schema_of",
     "schema_or_none",
     "set_compiled_call",
+    "set_data",
     "storage_key",
     "unset_fake_temporarily",
 ]
@@ -162,6 +163,11 @@ has_backward_hooks: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks"
 
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 """Whether autograd regards a tensor as a view of another one."""
+
+
+set_data: Callable[[torch.Tensor, torch.Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+"""``tensor.data = other`` for a subclass that overrides ``data``: shape, dtype and storage become those of the other
+tensor, and autograd expects gradients of the new dtype."""
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from ..tensor.sharded_tensor import ShardedTensor, UnplacedError, shard_gradient
 from ..utils.memory import malloc_trim
 from ..weights.materialize import materialize_parameters
 from .backend import parallelize_backend
+from .conversion import Dtypes
 from .dispatch_modes import with_dispatch_modes, without_dispatch_modes
 from .gather_on_access import gather_on_access
 from .guards import (
@@ -52,8 +53,8 @@ class CompiledCall:
 
     A module whose forward cannot be captured as one graph *falls back*: its own forward runs in Python, on replicated
     tensors, and each of its children is compiled by itself, and falls back in its turn if need be. ``plan.breaks`` says
-    so, with the line that breaks the graph. It does the same where submodules have
-    hooks that must run in Python (:mod:`.hooks`), for as long as they have.
+    so, with the line that breaks the graph. It does the same where submodules have hooks that must run in Python
+    (:mod:`.hooks`), for as long as they have.
 
     Hooks of the module itself run around this call. Of the model itself the forward is replaced: it is also called
     directly, by wrappers of the model. Then ``forward`` is the model's own.
@@ -75,6 +76,7 @@ class CompiledCall:
         self._compile_times = -1
         self._guarded = shards_parameters(ctx, config)
         self._watch: ModelWatch | None = None
+        self._dtypes = Dtypes(module)
         self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
         self._programs: dict[Any, Callable[..., Any]] = {}
         """Programs by the hooks that are part of them: one is used again when a hook is removed."""
@@ -132,6 +134,9 @@ class CompiledCall:
                 mark_dynamic(args, kwargs)
             if self.config.enable_sequence_parallel:
                 mark_static(args, kwargs)
+            if self._dtypes.changed():
+                self._programs.clear()
+                self._compiled = None
             if self._compiled is None:
                 self._compiled = self._compile()
             self.running = True

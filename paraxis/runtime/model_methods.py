@@ -27,6 +27,7 @@ from ..tensor.wrappers import refuse_wrappers
 from ..weights.save import save_checkpoint
 from .compiled_call import CompiledCall
 from .continuous_batching import bounded_cache
+from .conversion import install_conversion
 from .redirect_forward import compiled_call_of, model_copier, redirect_forward
 from .submodule_call import already_compiled, has_forward, install_submodule_call
 
@@ -35,9 +36,9 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
     """Adapt the methods of a model whose parameters are sharded; ``call`` is its program."""
     if _state_as_dtensors not in model._state_dict_hooks.values():  # a copy has it already
         model.register_state_dict_post_hook(_state_as_dtensors)
-    model._apply = _converter(model)
     refuse_wrappers(model)
     adapt_training_libraries(model, ctx)
+    install_conversion(model)
     model.__deepcopy__ = model_copier(model, call, install_model_methods)
     redirect_forward(model, call)
     for name, part in model.named_modules():  # a model that this one wraps generates by calling itself
@@ -74,24 +75,6 @@ def _state_as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, me
     for name, value in state.items():
         if isinstance(value, ShardedTensor):
             state[name] = value.to_dtensor()
-
-
-def _converter(model: nn.Module) -> Callable[..., nn.Module]:
-    """``.to()``, ``.half()``, ``.cuda()``: nothing to do if nothing changes, otherwise an error that says why not."""
-
-    def apply(function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for parameter in model.parameters():
-            probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            result = function(probe)
-            if result.dtype != probe.dtype or result.device.type != probe.device.type:
-                raise RuntimeError(
-                    f"a parallel model keeps its dtype and device ({probe.dtype}, {probe.device}); it cannot become "
-                    f"({result.dtype}, {result.device}). Choose them before: parallelize_model(..., torch_dtype=...) "
-                    "and ParallelExecutionCtx(current_device=...)."
-                )
-        return model
-
-    return apply
 
 
 def _agreeing(generate: Callable[..., Any], model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..compat.torch import FakeTensor, make_wrapper_subclass, mark_as_parameter, pytree
+from ..compat.torch import FakeTensor, make_wrapper_subclass, mark_as_parameter, pytree, set_data
 from ..distributed.dp_shard import DPShard
 from ..distributed.redistribute import slice_box, sum_copies
 from ..errors import WrapperError
@@ -33,6 +33,8 @@ __all__ = [
     "ShardSpec",
     "ShardedTensor",
     "UnplacedError",
+    "conversions",
+    "convert_shard",
     "full_tensor_of",
     "materialize",
     "override_shards",
@@ -138,12 +140,13 @@ class ShardedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Copy values of the same shape and dtype, from a sharded tensor or from a full one."""
-        if value.shape != self.shape or value.dtype != self.dtype:
+        """Copy values of the same shape, from a sharded tensor or from a full one; the dtype becomes theirs."""
+        if value.shape != self.shape or value.device != self.device:
             raise RuntimeError(
-                f"a sharded tensor keeps its shape and dtype: {tuple(self.shape)} of {self.dtype} cannot become "
-                f"{tuple(value.shape)} of {value.dtype}"
+                f"a sharded tensor keeps its shape and device: {tuple(self.shape)} on {self.device} cannot become "
+                f"{tuple(value.shape)} on {value.device}"
             )
+        convert_shard(self, lambda shard: shard.to(value.dtype))
         self.detach().copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
@@ -323,6 +326,12 @@ class _Shards:
     """Counts how often any parameter got a new shard: compiled programs check their shards again when it changes."""
 
     version = 0
+    conversions = 0
+
+
+def conversions() -> int:
+    """A number that changes whenever the dtype of some sharded tensor changes."""
+    return _Shards.conversions
 
 
 def shards_version() -> int:
@@ -340,6 +349,20 @@ def materialize(tensor: ShardedTensor, local: torch.Tensor) -> None:
         raise ValueError(f"{getattr(tensor._spec, 'name', 'tensor')}: shard {tuple(local.shape)} is not {expected}")
     tensor._local = local
     _Shards.version += 1
+
+
+def convert_shard(tensor: ShardedTensor, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Convert this rank's shard to the dtype that ``function`` gives it. In place: an optimizer knows the object."""
+    local = function(tensor._local)
+    if local.dtype == tensor.dtype:
+        return
+    set_data(tensor, ShardedTensor(local, tensor._spec, tensor.shape))
+    tensor._local = local
+    if isinstance(tensor._spec, ParameterMeta):
+        tensor._spec.dtype = local.dtype
+        tensor._token = local.new_empty((0,) * tensor.ndim)
+    _Shards.version += 1
+    _Shards.conversions += 1
 
 
 def shard_gradient(parameter: ShardedTensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,11 @@ from models.compare import parallel, reference
 def use_methods(folder: str, target: str) -> dict[str, Any]:
     """What the methods return or raise."""
     model, _ = parallel(folder)
-    errors = {}
-    for name, convert in {"half": model.half, "double": lambda: model.to(torch.float64)}.items():
-        with pytest.raises(RuntimeError) as caught:
-            convert()
-        errors[name] = str(caught.value)
     with pytest.raises(ValueError, match="without push_to_hub") as refused:
         model.save_pretrained(target, push_to_hub=True)
     model.save_pretrained(target)
     return {
         "same": model.to("cpu") is model and model.float() is model,
-        "errors": errors,
         "refused": str(refused.value),
         "state": {name: type(value).__name__ for name, value in model.state_dict().items()},
         "compiled_call": model.get_compiled_call(None) == model.__call__,
@@ -36,7 +30,6 @@ def test_methods_of_a_parallel_model(ranks: Any, checkpoints: Any, tmp_path: Pat
     expected = reference(folder)
     for found in ranks(2).run(use_methods, folder, target):
         assert found["same"], "conversions that change nothing return the model"
-        assert all("torch_dtype" in message for message in found["errors"].values())
         assert set(found["state"].values()) == {"DTensor"} and set(found["state"]) == set(expected.state_dict())
         assert found["class"] == type(expected).__name__
     saved = reference(target)
