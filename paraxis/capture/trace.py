@@ -29,11 +29,13 @@ from ..compat.dynamo import (
     TorchRuntimeError,
     attribute_of_global,
     ignore_logging,
+    note_required_gradients,
     source_of,
 )
 from ..compat.transformers import install_output_hooks, logger_methods
 from ..errors import CaptureError, GraphBreak
 from .mark_output import mark_output, mark_results
+from .required_gradients import REQUIRES_GRAD
 
 
 class _Captured(Exception):
@@ -138,6 +140,9 @@ def end_tracing() -> None:
 def guards_mha_fastpath(guard: Any) -> bool:
     """Whether a guard checks the switch that :func:`begin_tracing` turns off: it would fail in every later call."""
     return attribute_of_global(source_of(guard), torch.backends.mha, "_is_fastpath_enabled", globals())
+
+
+note_required_gradients(REQUIRES_GRAD, lambda: _tracing.active)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 __all__ = [
-    "abort_process_groups",
     "REFUSED_BY_REGISTRY",
+    "abort_process_groups",
     "backend_name",
     "default_group",
     "default_store",

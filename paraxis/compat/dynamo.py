@@ -28,6 +28,7 @@ from torch._dynamo.source import (
     TypeSource,
 )
 from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule
@@ -52,6 +53,7 @@ __all__ = [
     "mark_maybe_dynamic",
     "name_inputs",
     "never_compile",
+    "note_required_gradients",
     "parameter_of",
     "raise_recompile_limit",
     "source_of",
@@ -111,6 +113,32 @@ def _unsortable(record: logging.LogRecord) -> bool:
     """Whether to log a record: all but the traceback of sorting functions."""
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, TypeError) and str(error).startswith("'<' not supported between instances"))
+
+
+# -- requires_grad_() in a forward ---------------------------------------------------------------------------------
+
+_requires_grad = TensorVariable.method_requires_grad_
+
+
+def note_required_gradients(key: str, applies: Callable[[], bool]) -> None:
+    """Where ``applies()``, trace ``x.requires_grad_()`` of an intermediate result: its node gets ``meta[key] = True``.
+
+    Dynamo itself breaks the graph: torch 2.11 at the call, torch 2.13 if a result of the graph depends on ``x``. The
+    method of its variable has no argument for the translator in torch 2.11.
+    """
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        value = self.as_proxy().node.meta.get("example_value")
+        flag = kwargs.get("requires_grad", next((a for a in args if not hasattr(a, "output")), True))
+        wanted = flag if isinstance(flag, bool) else flag.as_python_constant()
+        if self.source or not wanted or value is None or value.requires_grad or not applies():
+            return _requires_grad(self, *args, **kwargs)
+        value.requires_grad_()
+        self.requires_grad = True
+        self.as_proxy().node.meta[key] = True
+        return self
+
+    TensorVariable.method_requires_grad_ = method  # type: ignore[method-assign]
 
 
 # -- guards --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from importlib.util import find_spec
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "attention_implementation",
     "checkpoint_conversions",
     "class_from_code",
+    "collector_as_global",
     "conversion_tables_are_built",
     "dtype_by_name",
     "grouped_mm_fallback",
@@ -65,6 +66,26 @@ def install_output_hooks(model: nn.Module) -> None:
 def is_output_hook(hook: Any) -> bool:
     """Whether a hook of a module is one that :func:`install_output_hooks` has installed."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+@contextmanager
+def collector_as_global() -> Iterator[None]:
+    """While a submodule is called by itself, put what collects hidden states and attentions into a global.
+
+    The model around it has set a context variable, which Dynamo cannot read. Its hooks read the global if
+    ``compiling`` is set.
+    """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if getattr(collector, "compiling", True):  # transformers is not used, collects in another way, or has done so
+        yield
+        return
+    assert collector is not None
+    collector.global_var, collector.compiling = collector.context_var.get(), True
+    try:
+        yield
+    finally:
+        collector.global_var, collector.compiling = None, False
 
 
 def logger_methods() -> list[Callable[..., Any]]:

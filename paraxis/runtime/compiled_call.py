@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,10 +14,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..capture.dynamic_shapes import mark_dynamic, mark_static
+from ..capture.required_gradients import check_required_gradients
 from ..capture.trace import end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
 from ..compat.dynamo import CAPTURE_ERRORS, raise_recompile_limit
 from ..compat.torch import has_backward_hooks
-from ..compat.transformers import install_output_hooks
+from ..compat.transformers import collector_as_global, install_output_hooks
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel.shard import shards_parameters
@@ -93,6 +95,7 @@ class CompiledCall:
         reduced = other_than_parameters if self.config.compile is None else needed
 
         def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            check_required_gradients(graph_module, self.forward is not None, self.name)
             register_late_parameters(self.module, self.name, self.ctx, self.config)
             program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config)
             malloc_trim()
@@ -141,7 +144,7 @@ class CompiledCall:
                 self._compiled = self._compile()
             self.running = True
             try:
-                with without_dispatch_modes():
+                with without_dispatch_modes(), nullcontext() if self.forward else collector_as_global():
                     result = self._compiled(self.module, *args, **kwargs)
                 return gather_on_access(result) if self.config.gather_outputs else result
             except ParametersReplaced:  # compile again, with all guards

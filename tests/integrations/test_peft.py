@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models.compare import batch, context, full, reference
+from helpers.allocations import Allocations
+from models.compare import batch, context, full, gradient_errors, reference
 from models.tiny import save
 from torch import nn
 
@@ -258,3 +259,80 @@ def test_modules_to_save(ranks: Any, tmp_path: Path, order: str) -> None:
         expected, saved = right.eval()(input_ids=ids).logits, plain(input_ids=ids).logits
     for logits in results:
         assert (logits - expected).abs().max() < 1e-3 and (logits - saved).abs().max() < 1e-4
+
+
+# -- gradient checkpointing ----------------------------------------------------------------------------------------
+
+
+def checkpointed(model: Any, reentrant: bool | None, enabled: bool = True) -> Any:
+    """The usual recipe for adapters on a large model."""
+    if enabled:
+        options = {} if reentrant is None else {"gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
+        model.gradient_checkpointing_enable(**options)
+        model.enable_input_require_grads()
+    return model.train()
+
+
+def trained_with_checkpointing(folder: str, order: str, reentrant: bool | None, enabled: bool) -> dict[str, Any]:
+    """Errors against the unsharded model, which has the same adapters; what each of them saves for the backward."""
+    torch._dynamo.reset()
+    ctx, right = context(), checkpointed(with_adapters(reference(folder), "llama"), reentrant, enabled)
+    if order == "enabled before":
+        model = checkpointed(with_adapters(reference(folder), "llama"), reentrant, enabled)
+        model = parallelize_model(model, ctx, show_progress=False).train()
+    elif order == "before":
+        model = parallelize_model(with_adapters(reference(folder), "llama"), ctx, show_progress=False)
+        model = checkpointed(model, reentrant, enabled)
+    else:
+        model = parallelize_model(folder, ctx, show_progress=False)
+        model = checkpointed(with_adapters(model, "llama"), reentrant, enabled)
+    ids, labels = batch(256, length=48)
+    model(input_ids=ids, labels=labels)
+    graphs, saved, peaks = ctx.compile_times, [], []
+    for each in (model, right):
+        with Allocations() as allocations:
+            loss = each(input_ids=ids, labels=labels).loss
+            saved.append(allocations.live)
+            loss.backward()
+        peaks.append(allocations.peak)
+    errors = gradient_errors(model, right)
+    trained = [key for key, p in model.named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in key and dict(model.named_parameters())[key].grad is not None for key in trained)
+    for each in (model, right):
+        each.zero_grad()
+    return {
+        "gradients": max(errors.values()),
+        "losses": [train(each, ids, labels) for each in (model, right)],
+        "saved": saved,
+        "peaks": peaks,
+        "graphs": graphs,
+        "breaks": ctx.plan.breaks,
+    }
+
+
+def with_and_without_checkpointing(folder: str, order: str, reentrant: bool | None) -> list[dict[str, Any]]:
+    return [trained_with_checkpointing(folder, order, reentrant, enabled) for enabled in (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("order", "reentrant"),
+    [
+        ("before", True),
+        ("after", None),
+        pytest.param("enabled before", None, marks=pytest.mark.long),
+        pytest.param("before", False, marks=pytest.mark.long),
+        pytest.param("after", True, marks=pytest.mark.long),
+    ],
+)
+def test_gradient_checkpointing_is_one_graph_and_saves_memory(
+    ranks: Any, checkpoints: Any, order: str, reentrant: bool | None
+) -> None:
+    folder = checkpoints("llama")
+    for found, without in ranks(2).run(with_and_without_checkpointing, folder, order, reentrant):
+        assert found["breaks"] == () and found["graphs"] == 1
+        assert found["gradients"] < 1e-4
+        losses, expected = found["losses"]
+        assert losses == pytest.approx(expected, abs=1e-4) and losses[-1] < losses[0]
+        for what in ("saved", "peaks"):
+            (ours, theirs), (before, theirs_before) = found[what], without[what]
+            assert ours / before < theirs / theirs_before + 0.1, f"{what} shrink less than unsharded"
