@@ -1,4 +1,4 @@
-"""``python -m zoo.multimodal``: models that take images, videos or audio, by the plain call, against the unsharded ones.
+"""``python -m zoo.multimodal``: models that take images, videos or audio, by the plain call, against unsharded ones.
 
 Each is saved, parallelized by ``parallelize_model(folder, ctx)`` without example inputs, and compared: the forward pass
 with its modality and with text alone, gradients, and greedy generation.

@@ -84,7 +84,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "vision_config.out_hidden_size": 64,
         "vision_config.fullatt_block_indexes": [1],
     },
-    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr"), {"text_config.rope_parameters": MROPE}),
+    **{name: {"text_config.rope_parameters": MROPE} for name in ("glm4v", "glm46v", "glm_ocr")},
     "llava_next": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
     "llava_next_video": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
     "llava_onevision": {"image_grid_pinpoints": [[32, 64], [64, 32]]},
