@@ -110,9 +110,12 @@ class ParallelAxisSolverPass(AnalyzeBase):
             solution, candidates = solve(
                 program, model, required, keep_sharded=keep, sequence=bool(config.enable_sequence_parallel)
             )
-        spent = account(program, solution, model)
-        if alone:
-            solution = on_one_rank(solution)
+        spent = account(program, solution, replace(model, world=1) if alone else model)
+        if alone:  # it computes both shards, and sends nothing
+            solution, plain = on_one_rank(solution), model.without_prices()
+            spent.compute = {
+                step: plain.run(step.call, solution.strategies[step]) for step in spent.compute if step.call
+            }
         solved = Solved(aten, program, solution, candidates, parameters, keep, model, spent)
         graph_module.meta[RESULT] = solved
         self._mark(solution.strategies, graph_module)

@@ -89,6 +89,8 @@ def test_one_rank_has_no_collectives(folder: str) -> None:
 def test_one_rank_spends_no_time_on_collectives(folder: str, machine: list[str]) -> None:
     data = json.loads(call("plan", folder, "--tp", "1", *machine, "--json").stdout)
     assert data["communication"] == 0 < data["seconds"] and not data["collectives"]
+    two = json.loads(call("plan", folder, "--tp", "2", *machine, "--json").stdout)
+    assert 1.2 < data["seconds"] / (two["seconds"] - two["communication"]) < 2.2, "one rank computes what two share"
 
 
 def test_the_estimated_time_is_that_of_the_context(folder: str) -> None:
