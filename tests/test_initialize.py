@@ -56,7 +56,7 @@ import sys, paraxis, torch
 ctx = paraxis.init()
 model = paraxis.parallelize_model(sys.argv[1], ctx)
 tokens = model.generate(torch.tensor([[5, 6, 7, 8]], device=ctx.current_device), max_new_tokens=6, do_sample=False)
-print(ctx.world_size, ctx.current_device, tokens.tolist())
+sys.stdout.write(f"{ctx.world_size} {ctx.current_device} {tokens.tolist()}\\n")  # one write: ranks share the pipe
 """
 
 

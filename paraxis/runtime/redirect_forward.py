@@ -29,6 +29,7 @@ from .submodule_call import SubmoduleCall
 _BOUND = {
     "forward",
     "generate",
+    "init_continuous_batching",
     "save_pretrained",
     "get_compiled_call",
     "compile",

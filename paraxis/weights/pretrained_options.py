@@ -135,8 +135,8 @@ def split_pretrained_options(kwargs: Mapping[str, Any]) -> tuple[PretrainedOptio
             others[name] = value
     if kwargs.get("dtype") is None and kwargs.get("torch_dtype") is not None:
         taken["dtype"] = kwargs["torch_dtype"]
-    given = {name: value for name, value in taken.items() if value is not None}
-    return PretrainedOptions(**given), others
+    passed = {name: value for name, value in taken.items() if value is not None}
+    return PretrainedOptions(**passed), others
 
 
 def check_constructor_options(model_cls: type, options: Mapping[str, Any], known: Iterable[str]) -> None:

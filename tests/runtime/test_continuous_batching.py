@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -31,9 +32,14 @@ def generate_with_default_sizes(folder: str, free: list[int]) -> dict[str, Any]:
         own = ContinuousBatchingConfig(max_memory_percent=0.01)
         chosen = model.init_continuous_batching(options, own).continuous_batching_config
         answers = model.generate_batch(PROMPTS, generation_config=options)
+        twin = copy.deepcopy(model)
+        own_model = (
+            "init_continuous_batching" in vars(twin) and twin.init_continuous_batching(options, own).model is twin
+        )
     finally:
         continuous_batching.available_memory = available_memory
     return {
+        "own_model": own_model,
         "own": chosen.max_memory_percent,
         "tokens": [answer.generated_tokens for answer in answers.values()],
     }
@@ -48,5 +54,5 @@ def test_default_cache_is_each_ranks_share_and_tokens_are_right(ranks: Any, chec
         for ids in PROMPTS
     ]
     for found in ranks(2).run(generate_with_default_sizes, folder, [2 * FREE, FREE]):
-        assert found["own"] == 0.01
+        assert found["own"] == 0.01 and found["own_model"], "a copy batches for itself"
         assert found["tokens"] == right

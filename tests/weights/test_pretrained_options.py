@@ -45,8 +45,8 @@ def test_arguments_without_their_effect_are_answered(name: str) -> None:
 
 
 def test_taking_options() -> None:
-    given = {"torch_dtype": "bfloat16", "token": True, "low_cpu_mem_usage": True, "use_safetensors": True, "n": 3}
-    options, others = split_pretrained_options(given)
+    passed = {"torch_dtype": "bfloat16", "token": True, "low_cpu_mem_usage": True, "use_safetensors": True, "n": 3}
+    options, others = split_pretrained_options(passed)
     assert (options.dtype, options.token, others) == ("bfloat16", True, {"n": 3})
     both, _ = split_pretrained_options({"torch_dtype": "bfloat16", "dtype": "float64"})
     assert both.dtype == "float64"
