@@ -15,6 +15,7 @@ _EXPORTS = {
     "parallelize_model": "api",
     "plan_model": "plan.offline",
     "warm_up": "runtime.warming",
+    "check_ranks": "runtime.check_ranks",
     "no_sync": "data_parallel",
     "save_state": "weights.state",
     "load_state": "weights.state",
@@ -38,6 +39,7 @@ _EXPORTS = {
     "CheckpointError": "errors",
     "CollectiveError": "errors",
     "DivisibilityError": "errors",
+    "RankMismatchError": "errors",
     "UnsoundRuleError": "errors",
     "register_rule": "rules",
     "ensure_divisibility": "placement",
@@ -51,7 +53,7 @@ if TYPE_CHECKING:
     from .config import Config
     from .context import ParallelExecutionCtx
     from .data_parallel import no_sync
-    from .errors import CheckpointError, CollectiveError, DivisibilityError, UnsoundRuleError
+    from .errors import CheckpointError, CollectiveError, DivisibilityError, RankMismatchError, UnsoundRuleError
     from .initialize import init
     from .placement import ensure_divisibility
     from .plan import Plan
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from .report import report_plan
     from .rules import register_rule
     from .runtime.backend import parallelize_backend
+    from .runtime.check_ranks import check_ranks
     from .runtime.warming import warm_up
     from .solver import ConstraintError, Machine
     from .tensor.parameter_meta import HashableSlice, ParameterMeta, ParameterSlice

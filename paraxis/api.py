@@ -14,8 +14,11 @@ from .capture.dummy_inputs import example_calls
 from .config import Config, names_of_config, split_config
 from .context import ParallelExecutionCtx
 from .data_parallel import check_option
+from .distributed.activity import collective_call
+from .distributed.consensus import limit_waits
 from .plan.apply import apply_plan
 from .plan.make import NotOneGraph, make_plan
+from .runtime.check_ranks import setup_checks
 from .runtime.compiled_call import CompiledCall, plan_by_running
 from .runtime.model_methods import install_model_methods
 from .runtime.redirect_forward import compiled_call_of
@@ -26,6 +29,7 @@ from .weights.materialize import materialize_parameters
 from .weights.pretrained_options import split_pretrained_options, unknown_options
 
 
+@collective_call("parallelize_model")
 def parallelize_model(
     model: str | os.PathLike[str] | nn.Module,
     parallel_ctx: ParallelExecutionCtx,
@@ -71,6 +75,8 @@ def parallelize_model(
     """
     _check_distributed(parallel_ctx)
     config, kwargs = split_config(kwargs)
+    for group in (parallel_ctx.tp_group, parallel_ctx.world_group):
+        limit_waits(group, config.sync_timeout)
     check_option(parallel_ctx, config)
     examples = kwargs.pop("example_inputs", None)
     folder, dtype, group = None, dtype if dtype is not None else torch_dtype, parallel_ctx.world_group
@@ -100,6 +106,7 @@ def parallelize_model(
     # Install what makes it a parallel model.
     if hasattr(model, "generation_config") and folder is not None:
         _load_generation_config(model, folder, options.generation_config)
+    setup_checks(parallel_ctx, config)
     install_model_methods(model, parallel_ctx, call)
     return model
 

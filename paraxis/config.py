@@ -73,7 +73,11 @@ class Config:
         cache_plans: Cache the plans of transformers models on disk for later runs (:mod:`paraxis.plan.cache`).
         plan_by_blocks: Plan a deep model from its first blocks, if the other blocks repeat them.
         pipeline: The passes to run; by default those of ``build_parallel_pass_pipeline()``.
-        sync_timeout: Seconds that ranks wait for one another during compilation before they raise.
+        sync_timeout: Seconds that a rank waits for another one that is not in the same call (planning, loading,
+            compiling, ``generate``, saving) before it raises. Collectives of a forward wait as long as the process
+            group says.
+        check_ranks: Compare the inputs of every call, and the replicated parameters when they are saved, between the
+            ranks, and raise if they differ.
     """
 
     lint_and_recompile: bool = True
@@ -96,6 +100,7 @@ class Config:
     plan_by_blocks: bool = True
     pipeline: PassPipeline | None = None
     sync_timeout: float = 120.0
+    check_ranks: bool = True
 
     def __post_init__(self) -> None:
         if self.data_parallel not in (None, *DATA_PARALLEL):

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
+from .distributed.input_check import InputCheck
 from .distributed.mesh import Groups, groups_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class EngineState:
         conversions: Parameters that the checkpoint stores in another form.
         grad_reducer: What averages gradients over data-parallel ranks, where there are any.
         pass_seconds: Seconds spent in each pass, by its name.
+        input_check: What compares the inputs of calls between tensor-parallel ranks; None where nothing does.
         graph_pool: The memory pool that the CUDA graphs of this context share, once there is one.
     """
 
@@ -47,6 +49,7 @@ class EngineState:
     conversions: list[Any] = field(default_factory=list)
     grad_reducer: GradReducer | None = None
     pass_seconds: dict[str, float] = field(default_factory=dict)
+    input_check: InputCheck | None = None
     graph_pool: Any = None
 
 

@@ -10,6 +10,13 @@ class CollectiveError(RuntimeError):
     """
 
 
+class RankMismatchError(ValueError):
+    """Ranks that must have the same do not: inputs of a call, sampled tokens, or replicated parameters.
+
+    The message names the argument or parameter, the ranks, and what to do.
+    """
+
+
 class UnsoundRuleError(ValueError):
     """A rule was refused: one of its strategies does not give the operator's result, or nothing shows that they do.
 

@@ -3,6 +3,10 @@
 A rank that fails alone leaves the others waiting in the next collective until it times out. So the ranks exchange
 the outcome of a step through the key-value store of the process group: it needs no device, works with every backend,
 and shows *which* rank does not answer.
+
+How long a rank waits: ``sync_timeout`` (:func:`limit_waits`). A step may take longer on one rank than on the others
+(rank 0 writes a file, downloads, plans): a rank that is known to be in the same public call (:mod:`.activity`) is at
+work, and gets ``DEFAULT_TIMEOUT``. Ranks that meet in different public calls raise at once.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,17 +25,31 @@ import torch.distributed as dist
 from .. import errors
 from ..compat.distributed import default_store
 from ..errors import CheckpointError, CollectiveError
-from .liveness import is_alive, machine_id
+from ..utils.user_line import user_line
+from .activity import activities, activity_of, current_activity
+from .liveness import is_alive, look_around, machine_id
 
 DEFAULT_TIMEOUT = 1800.0
-"""Seconds a rank waits for the others by default."""
+"""Seconds a rank waits for others that are at work in the same call."""
 
 LIVENESS_INTERVAL = 2.0
 """Seconds between checks whether the missing ranks are still alive."""
 
+_QUOTE = re.compile("['\"]")
 _FAILED_TIMEOUT = 60.0  # a rank that has failed waits no longer than this for the others before it raises
 _rounds: dict[str, int] = {}  # the number of exchanges of each group; the same on all its ranks
+_limits: dict[str, float] = {}  # sync_timeout by the name of the group
 _rank0_only = False
+
+
+def limit_waits(group: dist.ProcessGroup, seconds: float) -> None:
+    """From now on, the ranks of a group wait no longer than this for one that is not in the same call."""
+    _limits[group.group_name] = seconds
+
+
+def wait_limit(group: dist.ProcessGroup) -> float | None:
+    """The limit of :func:`limit_waits`, or None."""
+    return _limits.get(group.group_name)
 
 
 class _NoAnswer(Exception):
@@ -63,6 +82,10 @@ def is_rank0_only() -> bool:
     return _rank0_only
 
 
+class _OtherCalls(Exception):
+    """The ranks met in different calls: what each of them is in."""
+
+
 class _Round:
     """One exchange over the store."""
 
@@ -79,17 +102,33 @@ class _Round:
     def _key(self, rank: int, number: int | None = None) -> str:
         return f"paraxis/{self.name}/{number or self.number}/{rank}"
 
-    def all_gather_object(self, value: Any, timeout: float) -> list[Any]:
-        """The values (plain data) of all ranks, in order."""
-        self.store.set(self._key(self.rank), json.dumps(value))
+    def all_gather_object(self, value: Any, what: str, timeout: float, at_work: float = 0.0) -> list[Any]:
+        """The values (plain data) of all ranks, in order. Ranks that are at work in the same call get ``at_work``
+        seconds, if that is more than ``timeout``."""
+        step = _QUOTE.split(what)[0].strip()  # without names of files, which may differ between ranks
+        mine = current_activity()
+        self.store.set(self._key(self.rank), json.dumps([mine, step, user_line(), value]))
         keys = [self._key(rank) for rank in range(self.world)]
-        self._wait(keys, time.monotonic() + timeout)
-        values = [json.loads(self.store.get(key)) for key in keys]
+        started = time.monotonic()
+        self._wait(keys, started + timeout, started + max(timeout, at_work))
+        answers = [json.loads(self.store.get(key)) for key in keys]
         if self.number > 1:  # a rank in this round has read all of the previous one
             self.store.delete_key(self._key(self.rank, self.number - 1))
-        return values
+        if any(theirs[:2] != [mine, step] for theirs in answers):
+            self.wait_until_read()
+            raise _OtherCalls("; ".join(self._described(rank, *theirs[:3]) for rank, theirs in enumerate(answers)))
+        return [theirs[3] for theirs in answers]
 
-    def _wait(self, keys: list[str], deadline: float) -> None:
+    def _described(self, rank: int, activity: str, step: str, line: str) -> str:
+        within = f"{activity} ({step})" if activity else step
+        return f"rank {self.global_ranks[rank]}: {within}{f' at {line}' if line else ''}"
+
+    def _is_at_work(self) -> bool:
+        """Whether all missing ranks are in the same public call as this one."""
+        mine = current_activity()
+        return bool(mine) and all(activity_of(rank)[0] == mine for rank in self._missing())
+
+    def _wait(self, keys: list[str], deadline: float, at_work: float) -> None:
         """Wait until all keys are set, or until a rank that has not set its key has ended.
 
         The store's own ``wait`` would log every poll that found nothing.
@@ -104,8 +143,11 @@ class _Round:
             now = time.monotonic()
             ended = []
             if now - checked > LIVENESS_INTERVAL:
+                look_around()
                 ended = [rank for rank in self._missing() if self._has_ended(rank)]
                 checked = now
+            if not ended and deadline <= now < at_work:
+                deadline = at_work if self._is_at_work() else now
             if ended or now >= deadline:
                 raise _NoAnswer(ended or self._missing(), bool(ended))
             # Polling costs the store's host little; long pauses would delay every step.
@@ -147,11 +189,22 @@ def all_gather_object(
     """The ``value`` (plain data) of every rank of ``group``, in order. A collective; ``what`` names it in errors."""
     if _is_single(group):
         return [value]
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    timeout, at_work = _timeouts(group, timeout)
     try:
-        return _Round(group).all_gather_object(value, timeout)
+        return _Round(group).all_gather_object(value, what, timeout, at_work)
     except _NoAnswer as missing:
         raise _no_answer_error(missing, what, timeout) from None
+    except _OtherCalls as calls:
+        raise _other_calls_error(calls) from None
+
+
+def _timeouts(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[float, float]:
+    """How long to wait for ranks, and for those that are at work in the same call."""
+    if timeout is not None:
+        return timeout, 0.0
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None
+    return _limits.get(group.group_name, DEFAULT_TIMEOUT), DEFAULT_TIMEOUT
 
 
 def raise_on_all_ranks(
@@ -178,13 +231,17 @@ def raise_on_all_ranks(
         if own is not None:
             raise own
         return
-    timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+    timeout, at_work = _timeouts(group, timeout)
     step = _Round(group)
     report = None if own is None else (isinstance(own, CheckpointError), _text(own, error))
+    if own is not None:
+        timeout, at_work = min(timeout, _FAILED_TIMEOUT), 0.0
     try:
-        reports = step.all_gather_object(report, timeout if own is None else min(timeout, _FAILED_TIMEOUT))
+        reports = step.all_gather_object(report, what, timeout, at_work)
     except _NoAnswer as missing:
         raise (_no_answer_error(missing, what, timeout) if own is None else own) from None
+    except _OtherCalls as calls:
+        raise (_other_calls_error(calls) if own is None else own) from None
     failed = [(rank, r) for rank, r in enumerate(reports) if r is not None]
     if not failed:
         return
@@ -218,9 +275,22 @@ def _no_answer_error(missing: _NoAnswer, what: str, timeout: float) -> Exception
     who = f"rank {', '.join(map(str, missing.ranks))}" if missing.ranks else "another rank"
     if missing.ended:
         return CollectiveError(f"{what}: {who} has ended. Its own output says why.")
-    return TimeoutError(
-        f"{what}: {who} did not answer within {timeout:g} s. It has ended, hangs, or runs another program: "
-        "all ranks of a group must make the same calls to Paraxis. Its own output says more."
+    return TimeoutError(f"{what}: {who} did not answer within {timeout:g} s. {where_ranks_are(missing.ranks)}")
+
+
+def where_ranks_are(missing: list[int]) -> str:
+    """What this rank and those it waited for are in, and what to do, for an error."""
+    return (
+        f"{activities(sorted({dist.get_rank(), *missing}))}. All ranks of a group must make the same calls to Paraxis. "
+        "A rank that is missing hangs, or runs another program: its own output says more. If it is only slow, raise "
+        "Config.sync_timeout."
+    )
+
+
+def _other_calls_error(calls: _OtherCalls) -> Exception:
+    return CollectiveError(
+        f"the ranks make different calls: {calls}. All ranks of a group must make the same calls to Paraxis, in the "
+        "same order."
     )
 
 

@@ -29,7 +29,9 @@ import torch
 import torch.distributed as dist
 
 from ..compat.distributed import backend_name, group_timeout
-from .liveness import is_alive, machine_id
+from .activity import activity_of, current_activity
+from .consensus import wait_limit, where_ranks_are
+from .liveness import is_alive, look_around, machine_id
 
 TOTAL_BYTES = 32 << 20
 """Bytes of shared memory for all slots of a group."""
@@ -84,6 +86,9 @@ class SharedMemory:
     def __init__(self, memory: mmap.mmap, rank: int, processes: list[int], timeout: float) -> None:
         self.rank, self.world, self.processes, self.timeout = rank, len(processes), processes, timeout
         self.capacity = slot_size(self.world)
+        self.sync_timeout = timeout
+        """Seconds after which to raise if the missing rank is in another public call."""
+        self.global_ranks = list(range(self.world))
         self._count = 0
         self.label = 0
         """A number for what is exchanged; ranks that exchange other things fail. See :func:`labelled`."""
@@ -178,9 +183,19 @@ class SharedMemory:
                 raise RuntimeError(f"rank {rank} did not arrive within {self.timeout:.0f} s")
             if now - checked > LIVENESS_INTERVAL:
                 checked = now
+                look_around()
                 if not is_alive(self.processes[rank]):
                     raise RuntimeError(f"rank {rank} (process {self.processes[rank]}) has ended")
+                if now - began > self.sync_timeout:
+                    self._raise_if_elsewhere(rank)
             time.sleep(0 if now - began < 0.002 else 5e-5)
+
+    def _raise_if_elsewhere(self, rank: int) -> None:
+        """Raise if a rank is in another public call: it will not come. One that runs code of its own may be slow."""
+        theirs = activity_of(self.global_ranks[rank])[0]
+        if theirs and theirs != current_activity():
+            missing = where_ranks_are([self.global_ranks[rank]])
+            raise RuntimeError(f"rank {rank} did not arrive within {self.sync_timeout:g} s: {missing}")
 
     def _mismatch(self, rank: int, what: int) -> str:
         kind = next((name for name, code in _KINDS.items() if code == what & 7), "another collective")
@@ -206,13 +221,13 @@ def _create(group: dist.ProcessGroup) -> SharedMemory | None:
     rank, world = group.rank(), group.size()
     size = world * CACHE_LINE + 2 * world * slot_size(world)
     path = f"/dev/shm/paraxis-{uuid.uuid4().hex}" if rank == 0 else ""
-    filesystem = _filesystem_id()
-    memory = _map(path, size, create=True) if rank == 0 and filesystem else None
+    filesystem = filesystem_id()
+    memory = map_file(path, size, create=True) if rank == 0 and filesystem else None
     seen: list[Any] = [None] * world
     dist.all_gather_object(seen, (filesystem, path if memory is not None else "", os.getpid()), group=group)
     shared = bool(filesystem) and len({theirs for theirs, _, _ in seen}) == 1 and bool(seen[0][1])
     if rank != 0 and shared:
-        memory = _map(seen[0][1], size, create=False)
+        memory = map_file(seen[0][1], size, create=False)
     done: list[Any] = [None] * world
     dist.all_gather_object(done, shared and memory is not None, group=group)
     if rank == 0 and path and os.path.exists(path):
@@ -220,10 +235,14 @@ def _create(group: dist.ProcessGroup) -> SharedMemory | None:
     if memory is None or not all(done):
         return None
     timeout = group_timeout(group, torch.device("cpu")).total_seconds()
-    return SharedMemory(memory, rank, [pid for _, _, pid in seen], timeout)
+    limit = wait_limit(group)
+    found = SharedMemory(memory, rank, [pid for _, _, pid in seen], timeout)
+    found.sync_timeout = timeout if limit is None else limit
+    found.global_ranks = dist.get_process_group_ranks(group)
+    return found
 
 
-def _filesystem_id() -> str:
+def filesystem_id() -> str:
     """The same text on ranks that share ``/dev/shm``; empty where shared memory cannot be used.
 
     On processors other than x86 another process may see writes in a different order.
@@ -236,7 +255,7 @@ def _filesystem_id() -> str:
         return ""
 
 
-def _map(path: str, size: int, create: bool) -> mmap.mmap | None:
+def map_file(path: str, size: int, create: bool) -> mmap.mmap | None:
     try:
         file = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
     except OSError:

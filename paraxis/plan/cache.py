@@ -22,7 +22,16 @@ from .apply import problems_of
 from .plan import Plan
 
 PLANS = "plans"
-IRRELEVANT = {"plan", "weight_init_fn", "init_seed", "show_progress", "check_finite", "cache_plans", "sync_timeout"}
+IRRELEVANT = {
+    "plan",
+    "weight_init_fn",
+    "init_seed",
+    "show_progress",
+    "check_finite",
+    "cache_plans",
+    "sync_timeout",
+    "check_ranks",
+}
 """Options that a plan does not depend on."""
 
 

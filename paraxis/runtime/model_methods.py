@@ -11,20 +11,21 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..compat.torch import has_compiled_call
 from ..context import ParallelExecutionCtx
-from ..distributed.collectives import broadcast
+from ..distributed.activity import collective_call
+from ..distributed.consensus import on_all_ranks
 from ..integrations.accelerate import adapt_accelerator
 from ..integrations.peft import has_adapters, save_adapters
 from ..integrations.trainer_mixin import adapt_trainer
 from ..tensor.sharded_tensor import ShardedTensor
-from ..tensor.unshard import unsharded_for_inference
 from ..tensor.wrappers import refuse_wrappers
+from ..weights.compare_parameters import check_before_saving, remember
 from ..weights.save import save_checkpoint
+from .agreed_generate import agreed_generate
 from .compiled_call import CompiledCall
 from .continuous_batching import bounded_cache
 from .conversion import install_conversion
@@ -36,6 +37,7 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
     """Adapt the methods of a model whose parameters are sharded; ``call`` is its program."""
     if _state_as_dtensors not in model._state_dict_hooks.values():  # a copy has it already
         model.register_state_dict_post_hook(_state_as_dtensors)
+    remember(model, ctx)
     refuse_wrappers(model)
     adapt_training_libraries(model, ctx)
     install_conversion(model)
@@ -52,7 +54,7 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
             path = f"{call.name}.{name}" if call.name else name
             install_submodule_call(part, partial(CompiledCall, part, ctx, call.config, path))
     if hasattr(model, "generate") and dist.get_world_size(ctx.world_group) > 1:
-        model.generate = _agreeing(model.generate, model, ctx)
+        model.generate = agreed_generate(model.generate, model, ctx, call.config)
     model.compile = already_compiled
     if hasattr(model, "init_continuous_batching") and ctx.current_device.type == "cpu":
         model.init_continuous_batching = bounded_cache(model.init_continuous_batching, ctx)
@@ -77,34 +79,16 @@ def _state_as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, me
             state[name] = value.to_dtensor()
 
 
-def _agreeing(generate: Callable[..., Any], model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
-    """Sampling on all ranks from the random state of the first: they must draw the same tokens.
-
-    Data-parallel ranks may generate other texts, of other lengths, so that what they split is gathered once, before.
-    """
-
-    def same_draws(*args: Any, **kwargs: Any) -> Any:
-        device = ctx.current_device
-        carrier = device if dist.get_backend(ctx.tp_group) == "nccl" else torch.device("cpu")
-        torch.set_rng_state(broadcast(torch.get_rng_state().to(carrier), ctx.tp_group).cpu())
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(
-                broadcast(torch.cuda.get_rng_state(device).to(carrier), ctx.tp_group).cpu(), device
-            )
-        with unsharded_for_inference(p for p in model.parameters() if isinstance(p, ShardedTensor)):
-            return generate(*args, **kwargs)
-
-    return same_draws
-
-
 def _saver(model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:
     """``save_pretrained`` from all ranks. A collective."""
 
+    @collective_call("save_pretrained")
     def save_pretrained(save_directory: Any, **kwargs: Any) -> None:
+        check_before_saving(model)
         if kwargs.get("state_dict") is not None:  # somebody has gathered what is to be saved
-            if ctx.is_first:
-                type(model).save_pretrained(model, save_directory, **kwargs)  # type: ignore[attr-defined]
-            dist.barrier(ctx.world_group)
+            with on_all_ranks(ctx.world_group, f"saving to {str(save_directory)!r}"):
+                if ctx.is_first:
+                    type(model).save_pretrained(model, save_directory, **kwargs)  # type: ignore[attr-defined]
             return
         plain = {k: kwargs.pop(k) for k in ("max_shard_size", "save_original_format") if k in kwargs}
         for name in ("is_main_process", "safe_serialization", "state_dict"):  # the first rank writes, safetensors only

@@ -16,16 +16,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..distributed.activity import collective_call
 from ..distributed.consensus import on_all_ranks
 from ..errors import CheckpointError
 from ..tensor.parameter_meta import ParameterMeta
 from ..tensor.sharded_tensor import ShardedTensor
+from .compare_parameters import check_before_saving
 from .save import persistent_buffers
 
 PLAIN_DATA = "paraxis.json"
 """The file for everything but tensors: settings of the optimizer, and the user's ``extra``."""
 
 
+@collective_call("save_state")
 def save_state(
     directory: str | os.PathLike[str],
     model: nn.Module,
@@ -41,6 +44,7 @@ def save_state(
     first = dist.get_rank(group) == 0
     temporary = target.with_name(f"{target.name}.saving")
     what = f"saving to {str(target)!r}"
+    check_before_saving(model)
     with on_all_ranks(group, what):
         tensors, settings = _state(model, optimizer)
         text = json.dumps({"optimizer": settings, "extra": extra})
@@ -62,6 +66,7 @@ def save_state(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
+@collective_call("load_state")
 def load_state(
     directory: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> dict[str, Any]:
