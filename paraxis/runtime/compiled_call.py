@@ -18,7 +18,7 @@ from ..capture.required_gradients import check_required_gradients
 from ..capture.trace import end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
 from ..compat.dynamo import CAPTURE_ERRORS, raise_recompile_limit
 from ..compat.torch import has_backward_hooks
-from ..compat.transformers import collector_as_global, install_output_hooks
+from ..compat.transformers import collector_as_global
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel.shard import shards_parameters
@@ -113,15 +113,16 @@ class CompiledCall:
     def _take_up_changes(self) -> None:
         """After a first look at the module, or at what somebody has changed since: choose what a call runs."""
         watch = self._watch
+        stale = watch is None or watch.look()
         if watch is None:
-            install_output_hooks(self.module)  # a model that runs by a plan of an earlier run was not captured before
             watch = ModelWatch(self.module, torch_modules=self.config.compile is not None)
-        elif watch.look():
+        if stale:
             self._programs.clear()
         self._watch = None  # look again in the next call, if what was found is refused
         hooks = watch.python_hooks
         if hooks and not self.hooked:
-            shown = ", ".join(hooks[:3]) + (f" and {len(hooks) - 3} more" if len(hooks) > 3 else "")
+            named = [f"{self.name}.{name}" if self.name else name for name in hooks[:3]]
+            shown = ", ".join(named) + (f" and {len(hooks) - 3} more" if len(hooks) > 3 else "")
             self._run_in_python(f"the hooks of {shown} run in Python, at every call")
         self._watch, self.hooked = watch, bool(hooks)
         self._compiled = self._programs.get(watch.graph_hooks)

@@ -19,6 +19,7 @@ from torch import nn
 from ..capture.trace import is_tracing
 from ..compat.dynamo import never_compile
 from ..compat.torch import COMPILED_CALL, set_compiled_call
+from ..compat.transformers import install_output_hooks
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel import setup_data_parallel
@@ -44,6 +45,7 @@ _BOUND = {
 
 def compiled_call_of(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, name: str = "") -> CompiledCall:
     """The compiled program of a model, or of a part of it that is called by itself."""
+    install_output_hooks(model)  # on every rank: one that did not make the plan has not captured the model
     # A forward that somebody has put on this object is compiled together with the call around it.
     own = None if "forward" in model.__dict__ else model.forward
     return CompiledCall(model, ctx, config, name, forward=own)

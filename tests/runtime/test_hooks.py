@@ -193,7 +193,7 @@ def hook_while_generating(folder: str) -> dict[str, Any]:
         "counts": counts,
         "tokens": torch.equal(*tokens),
         "states": max_difference(*states),
-        "plan": ctx.plan.breaks,
+        "breaks": ctx.plan.breaks,
     }
 
 
