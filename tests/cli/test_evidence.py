@@ -25,7 +25,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/usr/bin/paraxis", "verify", "my model", "--tp", "2"])
 
 
-def test_json(tmp_path: Path, typed: None) -> None:
+def test_json_has_environment_and_figures(tmp_path: Path, typed: None) -> None:
     file = tmp_path / "report.json"
     write_report(file, "Compared", FIGURES)
     data = json.loads(file.read_text())
@@ -35,7 +35,7 @@ def test_json(tmp_path: Path, typed: None) -> None:
     assert socket.gethostname() not in file.read_text()
 
 
-def test_markdown(tmp_path: Path, typed: None) -> None:
+def test_markdown_has_the_same_as_tables(tmp_path: Path, typed: None) -> None:
     file = tmp_path / "report.md"
     write_report(file, "Compared", FIGURES)
     text = file.read_text()

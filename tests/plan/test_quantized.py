@@ -26,7 +26,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_schem
         ({"quant_method": "new"}, ("new", None)),
     ],
 )  # fmt: skip
-def test_formats(data: Any, expected: Any) -> None:
+def test_bits_of_known_formats(data: Any, expected: Any) -> None:
     assert quantization_of(SimpleNamespace(quantization_config=data)) == expected
 
 
