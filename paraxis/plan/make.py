@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,6 +113,7 @@ def search_plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
     shapes, builder = parameter_shapes(ctx), PlanBuilder(ctx.world_size)
     found: Searched | None = None
     broken: NotOneGraph | None = None
+    failed: Exception | None = None
     try:
         while shapes.keys() - builder.parameters.keys():
             with on_all_ranks(ctx.world_group, "preparing the plan", config.sync_timeout):
@@ -122,9 +124,17 @@ def search_plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
                     check_placeholders(model, call[1])
             if call is None:
                 break
-            captured = _search_call(model, *call, ctx, config)
+            try:
+                captured = _search_call(model, *call, ctx, config)
+            except Exception as error:  # on all ranks; of dummy inputs, another call may do
+                if examples is not None:
+                    raise
+                failed = failed or error
+                _warn(ctx, call[1], str(error))
+                continue
             if isinstance(captured, NotOneGraph):
                 broken = broken or captured
+                _warn(ctx, call[1], captured.reason)
                 continue
             graph, inputs, repeated, collectives = captured
             solved = solved_of(graph)
@@ -133,11 +143,20 @@ def search_plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
             found = found or Searched(Plan(ctx.world_size), graph, inputs, solved, repeated)
     finally:
         ctx.state.decided = {}
-    if found is None:
-        assert broken is not None
+    if found is None and broken is not None:
         return broken
+    if found is None:
+        assert failed is not None
+        raise failed
     builder.add_unused(shapes)
     return replace(found, plan=builder.build())
+
+
+def _warn(ctx: ParallelExecutionCtx, inputs: dict[str, Any], reason: str) -> None:
+    """Say that a call of the model is not planned."""
+    if ctx.rank == 0:
+        text = "the call with %s is not planned as one graph: %s"
+        logging.getLogger("paraxis").warning(text, ", ".join(inputs) or "these inputs", reason.splitlines()[0])
 
 
 def _search_call(
