@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from capture.dummy.tiny_multimodal import llava, on_meta
 from torch import nn
 
-from paraxis.capture.dummy_inputs import SIZES, example_call, takes_token_labels
+from paraxis.capture.dummy_inputs import SIZES, example_call, example_calls, takes_token_labels, text_call
 
 
 class Model(nn.Module):
@@ -56,6 +57,20 @@ def test_examples_of_the_caller_are_used() -> None:
     assert args[0].is_meta and args[1][0].is_meta and args[2] == 3 and not kwargs
     args, kwargs = example_call(Model(), {"x": x, "flag": True}, device)
     assert not args and kwargs["x"].is_meta and kwargs["flag"] is True
+
+
+def test_a_list_of_dicts_is_several_calls() -> None:
+    x, device = torch.ones(2), torch.device("cpu")
+    assert [kwargs.keys() for _, kwargs in example_calls(Model(), [{"x": x}, {"y": x}], device)] == [{"x"}, {"y"}]
+    ((args, kwargs),) = example_calls(Model(), [x, x], device)  # a list of tensors is one call
+    assert len(args) == 2 and not kwargs
+
+
+def test_decode_is_planned_with_text_first() -> None:
+    device = torch.device("cpu")
+    first, second = (kwargs for _, kwargs in example_calls(on_meta(llava), None, device, "decode"))
+    assert first.keys() == {"input_ids"} == text_call(on_meta(llava), device).keys()
+    assert "pixel_values" in second and "pixel_values" in example_call(on_meta(llava), None, device)[1]
 
 
 def test_labels_of_language_models_are_tokens() -> None:

@@ -253,11 +253,11 @@ OTHER_NAMES = {
 
 def forms_of(facts: Facts, modality: str) -> list[Form]:
     """The forms in which a model may take a modality; empty if it has no arguments for it."""
-    images = facts.modalities == ("video",) and modality == "video"
+    frames = facts.modalities == ("video",)
     found = [form for form in FORMS[modality] if all(name_of(facts, mark) for mark in form.marks)]
-    if modality == "video" and not images:  # a model of images and videos has arguments of its own for videos
+    if modality == "video" and not frames:  # a model of images and videos has arguments of its own for videos
         found = [form for form in found if form.make is not video_as_images]
-    if modality == "image" and images:
+    if modality == "image" and frames:
         return []
     pinpoints = facts.vision("image_grid_pinpoints") is not None
     if modality == "image" and not pinpoints:

@@ -1,0 +1,65 @@
+"""Scenes: the calls that a model is planned with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from capture.dummy.tiny_multimodal import IMAGE_TOKEN, llava, on_meta, whisper
+from torch import nn
+
+from paraxis.capture.dummy.facts import Facts
+from paraxis.capture.dummy.scenes import NotDerived, dummy_scenes, text_scene
+
+
+def scenes_of(model: nn.Module, length: int = 8) -> list[dict[str, Any]]:
+    return list(dummy_scenes(Facts(model, 2, length, torch.device("cpu"))))
+
+
+def test_as_many_image_tokens_as_features() -> None:
+    image, text = scenes_of(on_meta(llava))
+    assert image["pixel_values"].shape == (2, 3, 32, 32)
+    assert (image["input_ids"] == IMAGE_TOKEN).sum(1).tolist() == [16, 16]
+    assert image["input_ids"].shape[1] > 16  # and some text
+    assert text.keys() == {"input_ids"} and not (text["input_ids"] == IMAGE_TOKEN).any()
+
+
+def test_images_do_not_make_a_long_text_longer() -> None:
+    image, _ = scenes_of(on_meta(llava), length=48)
+    assert image["input_ids"].shape == (2, 48)
+
+
+def test_the_number_of_features_depends_on_the_configuration() -> None:
+    image, _ = scenes_of(on_meta(llava, vision_feature_select_strategy="full"))
+    assert (image["input_ids"] == IMAGE_TOKEN).sum(1).tolist() == [17, 17]
+
+
+def test_audio_fills_the_positions_of_the_encoder() -> None:
+    (scene,) = scenes_of(on_meta(whisper))
+    assert scene["input_features"].shape == (2, 16, 48) and scene["decoder_input_ids"].shape == (2, 8)
+    (scene,) = scenes_of(on_meta(whisper), length=2048)
+    assert scene["decoder_input_ids"].shape == (2, 32)  # no more than the decoder has positions
+
+
+def test_text_is_no_placeholder() -> None:
+    model = on_meta(llava)
+    model.config.image_token_id = 1
+    image, _ = scenes_of(model)
+    assert (image["input_ids"] == 1).sum() == 32
+
+
+class Strange(nn.Module):
+    """Takes something that nothing is known of."""
+
+    config = SimpleNamespace()
+    main_input_name = "strange"
+
+    def forward(self, strange: Any, pixel_values: Any = None) -> None: ...
+
+
+def test_what_cannot_be_derived_is_said_with_what_to_pass() -> None:
+    with pytest.raises(NotDerived, match=r"Strange could be derived .*required: strange.*pixel_values of shape \(2, 3"):
+        scenes_of(Strange())
+    assert text_scene(Facts(Strange(), 2, 8, torch.device("cpu"))) is None

@@ -1,0 +1,58 @@
+"""Models with an image or audio tower, by the plain call: planned completely, and right with and without images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from capture.dummy.tiny_multimodal import IMAGE_TOKEN, llava, whisper
+from models.compare import gradient_errors, max_difference, parallel
+
+NEW = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+
+
+def image_inputs() -> list[dict[str, Any]]:
+    """A call with an image, and one with text alone; sizes are not those of dummy inputs."""
+    draw = torch.Generator().manual_seed(3)
+    text = torch.randint(3, 90, (1, 9), generator=draw)
+    ids = torch.cat((text[:, :3], torch.full((1, 16), IMAGE_TOKEN), text[:, 3:]), 1)
+    return [{"input_ids": ids, "pixel_values": torch.randn(1, 3, 32, 32, generator=draw)}, {"input_ids": text}]
+
+
+def audio_inputs() -> list[dict[str, Any]]:
+    """A spectrogram and the decoder's tokens."""
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, 90, (1, 5), generator=draw)
+    return [{"input_features": torch.randn(1, 16, 48, generator=draw), "decoder_input_ids": ids}]
+
+
+CASES = {"llava": (llava, image_inputs), "whisper": (whisper, audio_inputs)}
+
+
+def compared(folder: str, name: str) -> dict[str, Any]:
+    built = CASES[name][0]()
+    unsharded = type(built).from_pretrained(folder, dtype=torch.float32).eval()
+    for each, parameter in built.named_parameters():  # loading loses requires_grad
+        unsharded.get_parameter(each).requires_grad_(parameter.requires_grad)
+    model, ctx = parallel(folder)
+    model.eval()
+    found: dict[str, Any] = {"unplanned": list(ctx.plan.unplanned), "fraction": ctx.plan.sharded_fraction}
+    calls = CASES[name][1]()
+    found["outputs"] = [max_difference(model(**call).logits, unsharded(**call).logits) for call in calls]
+    for each in (model, unsharded):
+        each(**calls[0]).logits.square().mean().backward()
+    found["gradients"] = max(gradient_errors(model, unsharded).values())
+    inputs = {key: value for key, value in calls[0].items() if key != "decoder_input_ids"}
+    found["tokens"] = torch.equal(model.generate(**inputs, **NEW), unsharded.generate(**inputs, **NEW))
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_towers_are_planned_by_the_plain_call(name: str, ranks: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    CASES[name][0]().save_pretrained(tmp_path)
+    for found in ranks(2).run(compared, str(tmp_path), name):
+        assert found["unplanned"] == [] and found["fraction"] < 0.6
+        assert max(found["outputs"]) < 1e-4 and found["gradients"] < 1e-3 and found["tokens"]
