@@ -90,8 +90,11 @@ def assignments() -> None:
         assert_same(f"{name} data", t, random_tensor(1), p)
         t.data = sharded(random_tensor(2), p)
         assert_same(f"{name} sharded data", t, random_tensor(2), p)
-        with pytest.raises(RuntimeError, match="keeps its shape and dtype"):
+        with pytest.raises(RuntimeError, match="keeps its shape and device"):
             t.data = torch.ones(2, 2)
+        t.data = random_tensor(3).bfloat16()  # the dtype becomes that of the values
+        assert t.dtype == t.local.dtype == torch.bfloat16
+        assert_same(f"{name} data of another dtype", t, random_tensor(3).bfloat16(), p)
 
 
 def deep_copies() -> None:
