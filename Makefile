@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv test test-long package-test lint format demo zoo generation weights training plans exports bench \
+.PHONY: help venv test test-long package-test lint format demo zoo generation multimodal weights training plans exports bench \
 	loading docs reference transcripts screenshots clean
 
 help: ## this list
@@ -62,6 +62,10 @@ zoo: venv ## every architecture against the unsharded model, hours; ONLY=llama,g
 
 generation: venv ## generate() in its modes on many architectures, half an hour
 	cd tests && ../$(BIN)/python -m zoo.generation --page ../docs/results/generation.md
+
+multimodal: venv ## models that take images, videos or audio, hours; ONLY=llava,whisper for some
+	cd tests && ../$(BIN)/python -m zoo.multimodal --state ../build/multimodal.jsonl \
+		$(if $(ONLY),--only '$(ONLY)' --tp $(TP),--page ../docs/results/multimodal.md)
 
 weights: venv ## checkpoints loaded and saved by 2 and 4 ranks, compared bit by bit, half an hour
 	cd tests && ../$(BIN)/python -m zoo.weights --state ../build/weights.jsonl --page ../docs/results/weights.md

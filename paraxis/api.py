@@ -60,11 +60,13 @@ def parallelize_model(
         dtype: Dtype of the parameters; by default, and with ``"auto"``, what the config or else the checkpoint says.
         torch_dtype: The former name of ``dtype``.
         trust_remote_code: Run the code that comes with the model, for classes that transformers does not have.
-        kwargs: ``example_inputs`` (a tensor, a tuple of positional or a dict of keyword arguments: what to plan the
-            model with; needed for modules that are not from transformers), then fields of :class:`Config`, then other
+        kwargs: ``example_inputs`` (a tensor, a tuple of positional or a dict of keyword arguments, or a list of dicts
+            for several kinds of calls: what to plan the model with), then fields of :class:`Config`, then other
             arguments of ``from_pretrained`` (``token``, ``subfolder``, ``variant``, ``attn_implementation``, ...; those
             that cannot have their effect are refused with what to do), then fields of the model's config; what is left
-            goes to the model's constructor.
+            goes to the model's constructor. Example inputs are needed for modules that are not from transformers, and
+            for models whose inputs cannot be derived from their signature and configuration; the error or warning then
+            says which arguments to pass.
 
     Raises:
         RuntimeError: torch.distributed is not initialized.

@@ -200,13 +200,14 @@ def example_inputs(model: Any, labelled: bool) -> dict[str, Any]:
     """Random inputs, the same on every rank; ``labelled`` adds labels if the model computes a loss over tokens."""
     import torch
 
-    from ..capture.dummy_inputs import example_call, takes_token_labels
+    from ..capture.dummy_inputs import takes_token_labels, text_call
 
-    _, inputs = example_call(model, None, torch.device("cpu"))
+    inputs = text_call(model, torch.device("cpu"))
+    alone = not any(value.is_floating_point() for value in inputs.values())  # else ids have to agree with images
     generator = torch.Generator().manual_seed(SEED)
     vocabulary = getattr(model.config.get_text_config(), "vocab_size", None) or 2
     for name, value in inputs.items():
-        if name.endswith("input_ids"):
+        if name.endswith("input_ids") and alone:
             inputs[name] = torch.randint(0, vocabulary, (value.shape[0], LENGTH), generator=generator)
         elif value.is_floating_point():
             inputs[name] = torch.randn(value.shape, generator=generator)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..capture.dummy_inputs import example_call
+from ..capture.dummy_inputs import text_call
 from .candidates import generic
 from .simulate import run_sharded
 from .styles import EXPERTS, PACKED, ROW, ROW_SPLIT, Assignment, parse_parameter_style
@@ -80,12 +80,13 @@ def is_divisible(model: nn.Module, assignment: Assignment, world: int) -> bool:
 
 def example_inputs(model: nn.Module) -> dict[str, Any]:
     """Random inputs, always the same."""
-    _, inputs = example_call(model, None, torch.device("cpu"))
+    inputs = text_call(model, torch.device("cpu"))
+    alone = not any(value.is_floating_point() for value in inputs.values())  # else ids have to agree with images
     generator = torch.Generator().manual_seed(0)
     config: Any = model.config
     vocabulary = getattr(config.get_text_config(), "vocab_size", None) or 2
     for name, value in inputs.items():
-        if name.endswith("input_ids"):
+        if name.endswith("input_ids") and alone:
             longest = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
             length = min(LENGTH, longest) if longest > 0 else LENGTH
             inputs[name] = torch.randint(0, vocabulary, (value.shape[0], length), generator=generator)

@@ -205,6 +205,8 @@ def own_inputs(model: Any) -> dict[str, Any]:
                 ids = torch.cat((ids[:, :2], torch.full((ROWS, count), TOKENS[what]), ids[:, 2:]), 1)
         inputs["input_ids"] = ids
         inputs["attention_mask"] = torch.ones_like(ids)
+        if "token_type_ids" in arguments and "pixel_values" in inputs:  # as processors pass them
+            inputs["token_type_ids"] = (ids == TOKENS["image"]).long()
     if "decoder_input_ids" in arguments:
         inputs["decoder_input_ids"] = torch.randint(3, 200, (ROWS, 5), generator=draw)
     return inputs
