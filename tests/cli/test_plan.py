@@ -101,3 +101,25 @@ def test_the_estimated_time_is_that_of_the_context(folder: str) -> None:
     found = call("plan", folder, "--context", "4096")
     text = f"Estimated {long['memory']['seconds'] * 1e3:.3f} ms per forward pass of 1 × 4096 tokens"
     assert text in " ".join(found.output.split())
+
+
+def test_subfolder_and_code_that_comes_with_a_model(folder: str, tmp_path: Path) -> None:
+    """The code runs with the flag alone; without it the command fails and says so, and asks nothing."""
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    code = "from transformers import LlamaConfig, LlamaForCausalLM\n\n\n"
+    code += "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n\n\n"
+    code += "class OwnForCausalLM(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    (inner / "own.py").write_text(code)
+    config = json.loads(Path(folder, "config.json").read_text())
+    config |= {"model_type": "own", "architectures": ["OwnForCausalLM"]}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"}
+    (inner / "config.json").write_text(json.dumps(config))
+    command = ("plan", str(tmp_path), "--subfolder", "inner", "--tp", "2", "--json")
+    refused = call(*command)
+    assert refused.exit_code != 0 and "--trust-remote-code" in refused.stderr and "own.OwnConfig" in refused.stderr
+    found = call(*command, "--trust-remote-code")
+    assert found.exit_code == 0, found.output
+    assert {layer["name"]: layer["axis"] for layer in json.loads(found.stdout)["layers"]}["lm_head"] == "column"
+    absent = call("plan", str(tmp_path), "--subfolder", "outer")
+    assert absent.exit_code != 0 and "--subfolder 'outer'" in absent.stderr
