@@ -7,7 +7,8 @@ inside of functions. Seen on torch 2.11, 2.13 and 2.15.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -15,6 +16,7 @@ from torch.fx import GraphModule
 
 __all__ = [
     "CustomGraphPass",
+    "aliases_unchecked",
     "compile_graph",
     "cpp_compile_failed",
     "get_hash_for_files",
@@ -37,6 +39,23 @@ def compile_graph(module: GraphModule, inputs: Sequence[Any], options: dict[str,
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(module, inputs, config_patches=options)
+
+
+@contextmanager
+def aliases_unchecked() -> Iterator[None]:
+    """Inside, a compiled graph that runs for the first time does not check whether results of custom operators alias
+    their arguments.
+
+    torch 2.13 warns, or raises if ``CI`` is set. An operator that appends in place to a buffer with free rows, and
+    copies to a new one without them, has no schema that says so.
+    """
+    from torch._functorch import config
+
+    if not hasattr(config, "check_custom_op_aliasing"):
+        yield
+        return
+    with config.patch(check_custom_op_aliasing=False):
+        yield
 
 
 def has_custom_pre_pass() -> bool:

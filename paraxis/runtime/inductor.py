@@ -7,6 +7,7 @@ in the middle is compiled, and the two ends are put around it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from operator import is_
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..compat.dynamo import TracingContext, name_inputs, tracing
-from ..compat.inductor import compile_graph, cpp_compile_failed
+from ..compat.inductor import aliases_unchecked, compile_graph, cpp_compile_failed
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..graph.local_program import info_of
@@ -108,7 +109,10 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], pool: Any = None) -> C
             raise ParametersReplaced("a parameter has a shard of another form than it was compiled for")
         return shards
 
+    ran = False
+
     def run(*args: Any) -> Any:
+        nonlocal ran
         if not all(map(is_, brought(args), expected)) or not known.matches(args):
             raise ParametersReplaced("a compiled program was called with other tensors than it was compiled for")
         if torch.is_grad_enabled():
@@ -119,7 +123,10 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], pool: Any = None) -> C
             if runner is not None:
                 results = runner(shards, local)
             else:
-                results = compiled(*shards, *on_device(local, scalars, device))
+                # KV caches append in place where they can (optimize/kv_cache_append.py).
+                with nullcontext() if ran else aliases_unchecked():
+                    results = compiled(*shards, *on_device(local, scalars, device))
+                ran = True
         if wrappers:
             results = [wrappers[i](x) if i in wrappers else x for i, x in enumerate(results)]
         return torch.fx.node.map_aggregate(lifted.results, lambda x: results[x.position] if type(x) is ResultAt else x)

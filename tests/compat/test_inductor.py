@@ -83,3 +83,13 @@ assert not async_compile._pool_set
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0 and ended.stdout == "shut down\n", ended.stderr
+
+
+def test_aliases_are_unchecked_inside_alone() -> None:
+    config = torch._functorch.config
+    if not hasattr(config, "check_custom_op_aliasing"):
+        pytest.skip("this version of torch does not check them")
+    before = config.check_custom_op_aliasing
+    with compat.aliases_unchecked():
+        assert not config.check_custom_op_aliasing
+    assert config.check_custom_op_aliasing == before
