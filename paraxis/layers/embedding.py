@@ -87,11 +87,14 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The embeddings of token ids."""
-        index, elsewhere = local_ids(input, self.start, self.stop, self.num_embeddings)
         padding = self.padding_idx
         if padding is not None:
             padding = padding - self.start if self.start <= padding < self.stop else None
-        output = F.embedding(index, unwrap(self.weight), padding).masked_fill(elsewhere.unsqueeze(-1), 0)
+        if self.stop - self.start == self.num_embeddings:  # all ids are here: a single rank, mostly
+            output = F.embedding(input, unwrap(self.weight), padding)
+        else:
+            index, elsewhere = local_ids(input, self.start, self.stop, self.num_embeddings)
+            output = F.embedding(index, unwrap(self.weight), padding).masked_fill(elsewhere.unsqueeze(-1), 0)
         if not self.reduce_output:
             return output
         if self.sequence_parallel:

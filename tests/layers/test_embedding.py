@@ -113,3 +113,16 @@ def test_what_cannot_be_sharded_is_refused(ranks: Ranks) -> None:
         assert "max_norm=1.0" in messages["max_norm"]
         assert messages["too large"].startswith("IndexError") and messages["negative"].startswith("IndexError")
         assert f"ids={rank * 10}:{rank * 10 + 10}" in messages["text"] and "padding_idx=3" in messages["text"]
+
+
+def operators_of_lookup() -> set[str]:
+    layer = VocabParallelEmbedding(context(), full_table(None))
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        assert torch.equal(layer(IDS), full_table(None)(IDS))
+    return {event.key for event in profile.key_averages()}
+
+
+def test_a_single_rank_masks_nothing(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(operators_of_lookup)
+    assert "aten::embedding" in found
+    assert not found & {"aten::masked_fill", "aten::ge", "aten::bitwise_or"}
