@@ -159,9 +159,11 @@ class InputCheck:
     def look(self) -> None:
         """While this rank waits for others in a call: raise if they were called with inputs of another form, with which
         they run another program. With other values the ranks come to the end of the call, unless they wait for long."""
+        if not self.active:  # it is another model that waits: this one's last error was raised already
+            return
         if self._error is not None:
             raise self._error
-        if not self.active or self.board is None:
+        if self.board is None:
             return
         if self._differ(form=True):
             self._raise()

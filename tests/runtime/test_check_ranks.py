@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -84,6 +85,23 @@ def test_data_parallel_ranks_may_have_other_inputs(ranks: Any, checkpoints: Any)
     for rank, (same, other, parameters) in enumerate(results):
         assert same == "" and f"input_ids on rank {rank // 2 * 2 + 1} differ" in other
         assert "embed_tokens.weight of rank 2 is not that of rank 0" in parameters
+
+
+def another_model_after_an_error(folder: str) -> tuple[str, str]:
+    """A model that raised is still there while another one waits for a rank that comes late."""
+    (first, _), (second, _) = parallel(folder), parallel(folder)
+    ids, _ = batch(256)
+    with torch.no_grad():
+        second(input_ids=ids)
+        raised = message(first, input_ids=ids + dist.get_rank())
+        if dist.get_rank() == 1:
+            time.sleep(2.0)
+        return raised, message(second, input_ids=ids)
+
+
+def test_an_error_of_one_model_is_not_raised_by_another(ranks: Any, checkpoints: Any) -> None:
+    for raised, other in ranks(2).run(another_model_after_an_error, checkpoints("llama", num_hidden_layers=1)):
+        assert "the values of input_ids on rank 1 differ" in raised and other == ""
 
 
 class Breaks(nn.Module):
