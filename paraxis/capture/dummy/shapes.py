@@ -129,7 +129,14 @@ def _run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, Counts]:
         if buffer.is_meta or buffer.device.type != "cpu":
             state[name] = real(buffer)
     arguments = pytree.tree_map(real, inputs)
-    with torch.no_grad(), batched_experts(model), _counting(model, counts), _quiet(), _Shapes(counts):
+    with (
+        _attributes_kept(model),
+        torch.no_grad(),
+        batched_experts(model),
+        _counting(model, counts),
+        _quiet(),
+        _Shapes(counts),
+    ):
         try:
             result = functional_call(_Forward(model), {f"model.{k}": v for k, v in state.items()}, kwargs=arguments)
         except Exception as error:
@@ -150,6 +157,35 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Undo what a call leaves in the modules: a table of positions, say, which would be fake, and on one rank alone."""
+    before = []
+    for module in model.modules():
+        buffers = dict(module._buffers)
+        inside = {name: value.copy() for name, value in vars(module).items() if type(value) in (dict, list)}
+        before.append((module, dict(vars(module)), buffers, inside))
+    try:
+        yield
+    finally:
+        for module, attributes, buffers, inside in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for name, value in inside.items():
+                if name not in ("_parameters", "_modules"):
+                    _refill(attributes[name], value)
+            _refill(module._buffers, buffers)
+
+
+def _refill(container: Any, before: Any) -> None:
+    """Put the former content back into a list or a dict."""
+    if isinstance(container, list):
+        container[:] = before
+    else:
+        container.clear()
+        container.update(before)
 
 
 class _Forward(nn.Module):

@@ -62,3 +62,30 @@ def test_more_tokens_than_features_are_an_error() -> None:
         run_for_shapes(Scatter(), inputs)
     inputs["features"] = torch.ones(3, 4)
     assert run_for_shapes(Scatter(), inputs)[1] == {"scattered": 3}
+
+
+class Remembers(nn.Module):
+    """Makes a table when it is called first, and notes every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("steps", torch.zeros(1))
+        self.table: torch.Tensor | None = None
+        self.calls: list[torch.Size] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(4) * x.new_ones(4)
+        self.calls.append(x.shape)
+        self.steps = self.steps + x.sum()
+        return self.linear(x) + self.table
+
+
+def test_nothing_is_left_in_the_model() -> None:
+    """A fake table on the rank that plans for all would make the ranks' programs differ."""
+    model = Remembers()
+    steps = model.steps
+    run_for_shapes(model, {"x": torch.ones(5, 4)})
+    assert model.table is None and model.calls == [] and model.steps is steps
+    assert model(torch.ones(5, 4)).shape == (5, 4)
