@@ -11,6 +11,7 @@ import typer
 
 from ._devices import init_process_group
 from ._errors import Debug, UsageError, report_errors
+from ._images import check_images, inputs_of, load_processor
 from ._launch import check_ranks, is_rank0, launch
 from ._options import (
     DtypeOption,
@@ -32,6 +33,7 @@ class Task:
 
     model: str
     prompt: str
+    images: list[str]
     chat: bool
     stream: bool
     options: dict[str, Any]
@@ -44,6 +46,10 @@ def command(
     tp: Ranks = 2,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="Text to continue; read from standard input if missing.")
+    ] = None,
+    image: Annotated[
+        list[str] | None,
+        typer.Option("--image", help="File of an image that the prompt is about; may be repeated. Needs Pillow."),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", min=1, help="Largest number of tokens to generate.")
@@ -66,6 +72,8 @@ def command(
     Example: paraxis generate org/model --tp 4 --prompt "The quick brown fox"
 
     echo "Why is the sky blue?" | paraxis generate org/model --tp 8 --chat --sample
+
+    paraxis generate org/model --image cat.png --prompt "What is this?" --chat
     """
     with report_errors(debug):
         check_model(model, subfolder)
@@ -83,7 +91,10 @@ def command(
         hub = {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
         hub = {name: value for name, value in hub.items() if value is not None}
         check_tokenizer(model, hub)
-        texts = launch(tp, run_rank, Task(model, text, chat, stream, options, dtype, {**hub, "variant": variant}))
+        if image:
+            check_images(image, model, hub)
+        task = Task(model, text, image or [], chat, stream, options, dtype, {**hub, "variant": variant})
+        texts = launch(tp, run_rank, task)
         if not stream and is_rank0():
             typer.echo(texts[0])
 
@@ -119,26 +130,39 @@ def run_rank(task: Task) -> str:
         hub, _ = split_pretrained_options(task.hub)
         folder = resolve_checkpoint(task.model, group=dist.group.WORLD, options=hub)
         trust = hub.trust_remote_code  # never None: transformers would ask on the terminal
-        if folder.joinpath("tokenizer.json").exists():
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
-        else:
-            place = {"revision": hub.revision or "main", "subfolder": hub.subfolder}
-            tokenizer = AutoTokenizer.from_pretrained(task.model, trust_remote_code=trust, **place)
+        place: dict[str, Any] = {"trust_remote_code": trust}
+        local = folder.joinpath("tokenizer.json").exists()
+        if not local:
+            place |= {"revision": hub.revision or "main", "subfolder": hub.subfolder}
+        source = str(folder) if local else task.model
+        tokenizer = AutoTokenizer.from_pretrained(source, **place)
         model = parallelize_model(
             str(folder), ctx, dtype=task.dtype, variant=hub.variant, trust_remote_code=trust
         ).eval()
-        if task.chat:
+        if task.images:
+            inputs = inputs_of(load_processor(source, place), task.prompt, task.images, task.chat)
+        elif task.chat:
             messages = [{"role": "user", "content": task.prompt}]
             inputs = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
         else:
             inputs = tokenizer(task.prompt, return_tensors="pt")
-        inputs = {k: v.to(device) for k, v in inputs.items() if k in ("input_ids", "attention_mask")}
+        if not task.images:
+            inputs = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+        inputs = {name: to_model(value, device, model.dtype) for name, value in inputs.items()}
         prints = task.stream and dist.get_rank() == 0
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if prints else None
         with torch.no_grad():
             tokens = model.generate(**inputs, streamer=streamer, **task.options)
-        return str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+        start = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
+        return str(tokenizer.decode(tokens[0, start:], skip_special_tokens=True))
     finally:
         dist.destroy_process_group()
+
+
+def to_model(value: Any, device: Any, dtype: Any) -> Any:
+    """An input where the model is; pixels in its dtype."""
+    if not hasattr(value, "is_floating_point"):
+        return value
+    return value.to(device, dtype) if value.is_floating_point() else value.to(device)
