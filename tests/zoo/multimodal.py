@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models.compare import context
+from models.compare import context, gradient_errors
 
 from ranks import RankPool
 from zoo.check import can_generate, differences, gradients, run
 from zoo.jobs import Record, be_quiet, building, first_line, made_with, run_jobs
-from zoo.multimodal_cases import TASKS, all_names, build, inputs_of, task_of
+from zoo.multimodal_cases import AT_FOUR, MODAL, TASKS, all_names, build, task_of
+from zoo.multimodal_inputs import inputs_of
 
 OUTPUTS, GRADIENTS = 1e-4, 1e-3
 """The largest errors that count as right: absolute of outputs, relative of gradients."""
@@ -31,25 +33,20 @@ def compare(name: str, folder: str, inputs: dict[str, Any]) -> Record:
     """One model on one rank."""
     be_quiet()
     torch._dynamo.reset()
-    from paraxis import parallelize_model
-
-    ctx = context()
-    built = build(name)
-    unsharded = type(built).from_pretrained(folder, dtype=torch.float32).eval()
-    model = parallelize_model(folder, ctx, show_progress=False).eval()
-    for each, parameter in built.named_parameters():  # loading loses requires_grad
-        unsharded.get_parameter(each).requires_grad_(parameter.requires_grad)
+    ctx, started = context(), time.monotonic()
+    model, unsharded = pair(name, folder, ctx)
     plan = ctx.plan
-    unplanned = sum(plan.parameters[each].placement is not None for each in plan.unplanned)
     record: Record = {
+        "planning": time.monotonic() - started,
         "fraction": plan.sharded_fraction,
-        "unplanned": unplanned,
+        "unplanned": sum(plan.parameters[each].placement is not None for each in plan.unplanned),
         "breaks": list(plan.breaks)[:1],
     }
-    caches = {"use_cache": False} if "use_cache" in inspect.signature(type(built).forward).parameters else {}
-    found, right = run(model, {**inputs, **caches}), run(unsharded, {**inputs, **caches})
+    found, right = run(model, without_cache(model, inputs)), run(unsharded, without_cache(model, inputs))
     record["outputs"] = differences(found, right)
     record |= gradients(model, unsharded, found, right)
+    if record["gradients"] > GRADIENTS:
+        record |= in_double(name, folder, inputs, model, unsharded)
     with torch.no_grad():
         record["text"] = text_alone(model, unsharded, inputs)
     if can_generate(unsharded):
@@ -58,9 +55,51 @@ def compare(name: str, folder: str, inputs: dict[str, Any]) -> Record:
     return record
 
 
+def pair(name: str, folder: str, ctx: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
+    """(parallel model, unsharded model)"""
+    from paraxis import parallelize_model
+
+    built = build(name)
+    unsharded = type(built).from_pretrained(folder, dtype=dtype).eval()
+    options = {} if dtype == torch.float32 else {"torch_dtype": dtype}
+    model = parallelize_model(folder, ctx, show_progress=False, **options).eval()
+    for each, parameter in built.named_parameters():  # loading loses requires_grad
+        unsharded.get_parameter(each).requires_grad_(parameter.requires_grad)
+    return model, unsharded
+
+
+def without_cache(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """The inputs of a training step."""
+    return (
+        {**inputs, "use_cache": False} if "use_cache" in inspect.signature(type(model).forward).parameters else inputs
+    )
+
+
+def in_double(name: str, folder: str, inputs: dict[str, Any], model: Any, unsharded: Any) -> Record:
+    """Whether gradients that differ in float32 differ by rounding only.
+
+    That is so if all agree to 1e-6 in float64, and the unsharded model's float32 gradients are about as far from its
+    float64 ones as ours are from them.
+    """
+    errors = gradient_errors(model, unsharded)
+    single = {each: p.grad for each, p in unsharded.named_parameters()}
+    precise, exact = pair(name, folder, context(), torch.float64)
+    inputs = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    result = gradients(
+        precise, exact, run(precise, without_cache(model, inputs)), run(exact, without_cache(model, inputs))
+    )
+    rounding = {
+        each: float((p.grad - single[each]).norm() / p.grad.norm().clamp(min=1e-30))
+        for each, p in exact.named_parameters()
+        if errors[each] > GRADIENTS and p.grad is not None and single[each] is not None
+    }
+    rounded = result["gradients"] < 1e-6 and all(rounding[each] > errors[each] / 3 for each in rounding)
+    return {"double": result["gradients"], "rounding": max(rounding.values(), default=0.0), "rounded": rounded}
+
+
 def text_alone(model: Any, unsharded: Any, inputs: dict[str, Any]) -> Any:
     """The error of a call with text alone; None if the unsharded model does not take one."""
-    if "input_ids" not in inputs or not any(x.is_floating_point() for x in inputs.values()):
+    if "input_ids" not in inputs or not inputs.keys() & MODAL:
         return None
     text = {"input_ids": inputs["input_ids"].clamp(max=200)}
     if "decoder_input_ids" in inputs:
@@ -96,9 +135,8 @@ def work(name: str, pool: RankPool, timeout: float) -> Record:
         try:
             with building:
                 model = build(name)
-                inputs, record["inputs"] = inputs_of(model)
-                with torch.no_grad():
-                    run(model, inputs)
+                inputs = inputs_of(model)
+                record["modality"] = ", ".join(sorted(inputs.keys() & MODAL))
                 model.save_pretrained(folder)
         except Exception as error:
             return done("not built", error=first_line(error))
@@ -110,6 +148,7 @@ def work(name: str, pool: RankPool, timeout: float) -> Record:
         **results[0],
         "outputs": max(r["outputs"] for r in results),
         "gradients": max(r["gradients"] for r in results),
+        "double": max(r.get("double", 0.0) for r in results),
     }
     return done("ok" if right(worst) else "wrong", **worst)
 
@@ -118,7 +157,7 @@ def right(record: Record) -> bool:
     """Whether all that was compared agrees."""
     return (
         record["outputs"] < OUTPUTS
-        and record["gradients"] < GRADIENTS
+        and (record["gradients"] < GRADIENTS or record.get("rounded", False))
         and (record.get("text") or 0.0) < OUTPUTS
         and record.get("tokens", True) is not False
     )
@@ -131,54 +170,96 @@ def line(record: Record) -> str:
         return f"{head} {record['error'].splitlines()[-1][:160]}"
     text = "-" if record.get("text") is None else f"{record['text']:.0e}"
     return (
-        f"{head} {record['fraction']:.2f} unplanned {record['unplanned']} out {record['outputs']:.0e} text {text} "
-        f"grad {record['gradients']:.0e} {record['worst'][:1]} tokens {record.get('tokens', '-')} {record['inputs']} "
-        f"breaks {len(record['breaks'])}"
+        f"{head} planning {record['planning']:.1f} {record['fraction']:.2f} unplanned {record['unplanned']} "
+        f"out {record['outputs']:.0e} text {text} grad {record['gradients']:.0e} {record['worst'][:1]} "
+        f"tokens {record.get('tokens', '-')} {record['modality']} breaks {len(record['breaks'])}"
     )
 
 
-def page(records: list[Record], world: int) -> str:
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def page(records: dict[int, list[Record]]) -> str:
     """Markdown: a table per task, then what could not be built."""
-    built = [r for r in records if r["status"] != "not built"]
-    good = [r for r in built if r["status"] == "ok"]
     lines = [
         "# Multimodal models",
         "",
-        f"Tiny models with random weights on {world} ranks, parallelized by `parallelize_model(folder, ctx)` without",
-        f"example inputs, against the unsharded model: outputs within {OUTPUTS:g}, gradients within {GRADIENTS:g},",
-        "greedy tokens exact, with the inputs of the modality and with text alone. *Fraction*: parameters on a rank.",
+        "Tiny models with random weights, parallelized by `parallelize_model(folder, ctx)` without example inputs,",
+        f"against the unsharded model: outputs within {OUTPUTS:g}, gradients within {GRADIENTS:g} (1e-6 in float64),",
+        "greedy tokens exact, with inputs of the modality and with text alone. The inputs are not those that the plan",
+        "was made with: other sizes, several images where a model takes them. *Fraction*: parameters on a rank.",
         "*Unplanned*: parameters that no dummy input uses, sharded for memory only. Made by `make multimodal`.",
         "",
-        made_with(),
+        f"{made_with()} Commit {commit()}.",
         "",
-        f"{len(good)} of {len(built)} that can be built are right.",
     ]
+    for world, found in sorted(records.items()):
+        built = [r for r in found if r["status"] != "not built"]
+        good = [r for r in built if r["status"] == "ok"]
+        small = sum(r["fraction"] <= 1.1 / world for r in good)
+        lines += [
+            f"- **{world} ranks**: {len(good)} of {len(built)} models are right; {small} of these have at most "
+            f"{1.1 / world:.2f} of the parameters on a rank."
+        ]
+    lines += ["", "## By task", "", *by_task(records)]
+    first = records[min(records)]
+    others = {(r["name"], world): r for world, found in records.items() if world != min(records) for r in found}
     for task in TASKS:
-        rows = [r for r in built if r["task"] == task]
+        rows = [r for r in first if r["task"] == task and r["status"] != "not built"]
         if not rows:
             continue
-        lines += ["", f"## {task.replace('_', ' ').capitalize()}", ""]
-        lines += [
-            "| type | class | fraction | unplanned | right | generates | graph |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        lines += [row(r) for r in sorted(rows, key=lambda r: r["name"])]
-    missing = sorted((r for r in records if r["status"] == "not built"), key=lambda r: r["name"])
+        more = [world for world in sorted(records) if world != min(records)]
+        lines += ["", f"## {title(task)}", ""]
+        names = ["type", "class", "inputs", "fraction", "unplanned", "right", *(f"{w} ranks" for w in more)]
+        names += ["generates", "graph"]
+        lines += [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+        lines += [row(r, [others.get((r["name"], w)) for w in more]) for r in sorted(rows, key=lambda r: r["name"])]
+    missing = sorted((r for r in first if r["status"] == "not built"), key=lambda r: r["name"])
     if missing:
         lines += ["", "## Not built", "", "| type | class | reason |", "|---|---|---|"]
         lines += [f"| {' | '.join(r['name'].split(':'))} | {cell(r['error'])} |" for r in missing]
     return "\n".join(lines) + "\n"
 
 
-def row(record: Record) -> str:
+def by_task(records: dict[int, list[Record]]) -> list[str]:
+    """A table of how many are right of each task."""
+    worlds = sorted(records)
+    lines = [f"| task | {' | '.join(f'{w} ranks' for w in worlds)} |", f"|{'---|' * (1 + len(worlds))}"]
+    for task in TASKS:
+        cells = []
+        for world in worlds:
+            rows = [r for r in records[world] if r["task"] == task and r["status"] != "not built"]
+            cells.append(f"{sum(r['status'] == 'ok' for r in rows)} of {len(rows)}" if rows else "")
+        if any(cells):
+            lines.append(f"| {title(task)} | {' | '.join(cells)} |")
+    return lines
+
+
+def row(record: Record, others: list[Record | None]) -> str:
     """The row of a model that was built."""
     kind, _, cls = record["name"].partition(":")
+    right_ = [answer(record), *("" if other is None else answer(other) for other in others)]
     if "outputs" not in record:
-        return f"| {kind} | {cls} | | | NO: {cell(record['error'].splitlines()[-1])} | | |"
-    answer = "yes" if record["status"] == "ok" else f"NO: outputs {record['outputs']:.0e}"
+        return f"| {kind} | {cls} | {record.get('modality', '')} | | | {' | '.join(right_)} | | |"
     generated = {True: "yes", False: "NO"}.get(record.get("tokens"), "")  # type: ignore[call-overload]
     graph = "several" if record["breaks"] else "one"
-    return f"| {kind} | {cls} | {record['fraction']:.2f} | {record['unplanned']} | {answer} | {generated} | {graph} |"
+    cells = (kind, cls, record["modality"] or "text", f"{record['fraction']:.2f}", str(record["unplanned"]))
+    return f"| {' | '.join((*cells, *right_, generated, graph))} |"
+
+
+def answer(record: Record) -> str:
+    """Whether a model is right, and why not."""
+    if record["status"] == "ok":
+        return "yes"
+    if "outputs" not in record:
+        return f"NO: {cell(record['error'].splitlines()[-1])}"
+    wrong = f"outputs {record['outputs']:.0e}, gradients {record['gradients']:.0e}"
+    return f"NO: {wrong}{', tokens' if record.get('tokens') is False else ''}"
+
+
+def title(task: str) -> str:
+    """The name of a task."""
+    return task.replace("_", " ").capitalize()
 
 
 def cell(text: str) -> str:
@@ -186,27 +267,36 @@ def cell(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:160]
 
 
+def commit() -> str:
+    """The commit of this working tree."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="types or type:class, separated by commas")
-    parser.add_argument("--tp", type=int, default=2, help="number of ranks")
+    parser.add_argument("--tp", default="2,4", help="numbers of ranks, separated by commas; at 4, a selection")
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, each on its own ranks")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds per model")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds per model")
     parser.add_argument("--state", type=Path, help="file for results as they come; a second run resumes from it")
     parser.add_argument("--page", type=Path, help="where to write the table; with --only, of what the state has so far")
     options = parser.parse_args()
     only = options.only.split(",") if options.only else []
-    names = [name for name in all_names() if not only or name in only or name.partition(":")[0] in only]
 
     def job(name: str, pool: RankPool) -> Record:
         return work(name, pool, options.timeout)
 
-    records = run_jobs(names, options.tp, job, jobs=options.jobs, state=options.state, say=line, again=bool(only))
+    records: dict[int, list[Record]] = {}
+    for world in map(int, options.tp.split(",")):
+        names = [name for name in all_names() if not only or name in only or name.partition(":")[0] in only]
+        if world > 2 and not only:
+            names = [name for name in names if name.partition(":")[0] in AT_FOUR]
+        records[world] = run_jobs(names, world, job, jobs=options.jobs, state=options.state, say=line, again=bool(only))
     if options.page:
         options.page.parent.mkdir(parents=True, exist_ok=True)
-        options.page.write_text(page(records, options.tp))
-    return 0 if all(r["status"] in ("ok", "not built") for r in records) else 1
+        options.page.write_text(page(records))
+    return 0 if all(r["status"] in ("ok", "not built") for found in records.values() for r in found) else 1
 
 
 if __name__ == "__main__":

@@ -72,17 +72,25 @@ TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 OFF = ("dropout", "drop_rate", "pdrop", "layerdrop", "drop_path", "drop_prob")
 
 
-def tiny_config(model_type: str, **overrides: Any) -> Any:
-    """The configuration of a tiny model of this type; overrides are fields, dotted ones of a sub-configuration."""
+def tiny_config(model_type: str, quirks: dict[str, dict[str, Any]] = QUIRKS, **overrides: Any) -> Any:
+    """The configuration of a tiny model of this type; overrides are fields, dotted ones of a sub-configuration.
+
+    ``quirks`` are the fields that single types need, also where they are sub-configurations.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return shrink(CONFIG_MAPPING[model_type], {**QUIRKS.get(model_type, {}), **overrides})
+    return shrink(CONFIG_MAPPING[model_type], {**quirks.get(model_type, {}), **overrides}, quirks)
 
 
-def shrink(config_class: Any, overrides: dict[str, Any]) -> Any:
-    """A configuration of this class with small sizes."""
+def shrink(
+    config_class: Any,
+    overrides: dict[str, Any],
+    quirks: dict[str, dict[str, Any]] = QUIRKS,
+    before: dict[str, Any] | None = None,
+) -> Any:
+    """A configuration of this class with small sizes; ``before`` are fields of it that are not the class's defaults."""
     overrides = dict(overrides)
-    before = overrides.pop("__defaults__", {})
+    before = {**(before or {}), **overrides.pop("__defaults__", {})}
     defaults = config_class(**before)
     plain = defaults.to_dict()
     fields = {**before, **_small(plain, overrides)}
@@ -93,9 +101,20 @@ def shrink(config_class: Any, overrides: dict[str, Any]) -> Any:
         prefix = f"{name}."
         own = {key[len(prefix) :]: value for key, value in overrides.items() if key.startswith(prefix)}
         shared = {key: value for key, value in overrides.items() if key in FOR_ALL}
-        fields[name] = shrink(type(inner), {**shared, **QUIRKS.get(inner.model_type, {}), **own}).to_dict()
+        own = {**shared, **quirks.get(inner.model_type, {}), **own}
+        fields[name] = shrink(type(inner), own, quirks, of_backbone(inner)).to_dict()
     fields |= {key: value for key, value in overrides.items() if "." not in key}
     return config_class(**fields)
+
+
+def of_backbone(config: Any) -> dict[str, Any]:
+    """What a model has chosen of its backbone: flags, and the results to take where it has as many stages when tiny."""
+    if not getattr(config, "out_features", None):
+        return {}
+    flags = {key: value for key, value in config.to_dict().items() if isinstance(value, bool)}
+    if isinstance(getattr(config, "depths", None), (list, tuple)):
+        flags["out_features"] = config.out_features
+    return flags
 
 
 FOR_ALL = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
