@@ -32,7 +32,7 @@ def inputs_of(model: Any) -> Inputs:
     first: Exception | None = None
     for make in candidates(arguments):
         try:
-            inputs = whole(model, arguments, make(Draw(model)))
+            inputs = complete(model, arguments, make(Draw(model)))
             with torch.no_grad():
                 model(**inputs)
             return inputs
@@ -342,7 +342,7 @@ def candidates(arguments: Any) -> Iterator[Callable[[Draw], Inputs]]:
 # -- what goes with them ---------------------------------------------------------------------------------------------
 
 
-def whole(model: Any, arguments: Any, modal: Inputs) -> Inputs:
+def complete(model: Any, arguments: Any, modal: Inputs) -> Inputs:
     """These inputs with token ids, and without what the model does not take."""
     draw = Draw(model)
     inputs = {name: value for name, value in modal.items() if name in arguments}
@@ -416,13 +416,13 @@ def features(model: Any, what: str, inputs: Inputs) -> list[int]:
         return [((inputs["feature_attention_mask"].shape[-1] - 1) // 2 + 1) // 2]  # a convolution, then pooling
     if method is None or not names:
         return []
-    given = {name: value for name, value in inputs.items() if name in signature(method)}
-    if not any(value.is_floating_point() for value in given.values()):
+    passed = {name: value for name, value in inputs.items() if name in signature(method)}
+    if not any(value.is_floating_point() for value in passed.values()):
         return []
     if "padding_mask" in inputs or "image_merge_sizes" in inputs:
-        given |= {key: value for key, value in inputs.items() if key in ("padding_mask", "image_merge_sizes")}
+        passed |= {key: value for key, value in inputs.items() if key in ("padding_mask", "image_merge_sizes")}
     with torch.no_grad():
-        found = method(**given)
+        found = method(**passed)
     if hasattr(found, "last_hidden_state"):
         pooled = getattr(found, "pooler_output", None)
         found = found.last_hidden_state if pooled is None else pooled

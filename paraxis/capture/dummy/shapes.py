@@ -130,7 +130,7 @@ def _run(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, Counts]:
             state[name] = real(buffer)
     arguments = pytree.tree_map(real, inputs)
     with (
-        _attributes_kept(model),
+        _attributes_restored(model),
         torch.no_grad(),
         batched_experts(model),
         _counting(model, counts),
@@ -160,7 +160,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
+def _attributes_restored(model: nn.Module) -> Iterator[None]:
     """Undo what a call leaves in the modules: a table of positions, say, which would be fake, and on one rank alone."""
     before = []
     for module in model.modules():
