@@ -18,6 +18,7 @@ import torch.fx.traceback as fx_traceback
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from ..compat.flex_attention import FLEX_ATTENTION
 from ..compat.torch import (
     FakeTensor,
     FakeTensorMode,
@@ -29,6 +30,7 @@ from ..compat.torch import (
 from ..errors import CaptureError
 from ..tensor.sharded_tensor import ShardedTensor
 from .custom_functions import trace_custom_function
+from .flex_attention import trace_flex_attention
 from .vmap import find_sections
 
 KEEP = {
@@ -99,6 +101,8 @@ class _Recorder(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if higher_order_name(target) == "autograd_function_apply":
             return trace_custom_function(target, args, kwargs)
+        if higher_order_name(target) == FLEX_ATTENTION:
+            return trace_flex_attention(args, kwargs)
         if higher_order_name(target) == "tag_activation_checkpoint":
             body, *rest = args  # inlined here; optimize.activation_checkpointing makes a region of it again
             return _Recorder(body, inner=True).run(*rest)

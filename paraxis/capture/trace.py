@@ -15,6 +15,7 @@ import re
 import threading
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,11 +29,13 @@ from ..compat.dynamo import (
     BackendCompilerFailed,
     TorchRuntimeError,
     attribute_of_global,
+    follow_side_effects,
     ignore_logging,
     note_required_gradients,
     source_of,
 )
-from ..compat.transformers import install_output_hooks, logger_methods
+from ..compat.flex_attention import differentiate_on_cpu
+from ..compat.transformers import always_mask_padding, install_output_hooks, logger_methods
 from ..errors import CaptureError, GraphBreak
 from .mark_output import mark_output, mark_results
 from .required_gradients import REQUIRES_GRAD
@@ -113,6 +116,8 @@ def begin_tracing() -> bool:
                 gc.disable()
                 torch.backends.mha.set_fastpath_enabled(False)
         _tracing.active = True
+        for adapt in (differentiate_on_cpu, always_mask_padding):  # here: a model may have imported them by now
+            adapt(is_tracing)
     return True
 
 
@@ -143,6 +148,7 @@ def guards_mha_fastpath(guard: Any) -> bool:
 
 
 note_required_gradients(REQUIRES_GRAD, lambda: _tracing.active)
+follow_side_effects()
 
 
 @contextmanager
@@ -158,8 +164,8 @@ def gc_paused() -> Iterator[None]:
 
 
 def ignore_loggers() -> None:
-    """Tell Dynamo to drop logger calls: a warning inside ``forward`` must not break the graph."""
-    ignore_logging(logger_methods())
+    """Tell Dynamo to drop logger calls and warnings: a warning inside ``forward`` must not break the graph."""
+    ignore_logging([*logger_methods(), warnings.warn])
 
 
 # -- capturing -----------------------------------------------------------------------------------------------------
@@ -214,7 +220,7 @@ def translated(error: Exception, model: nn.Module) -> Exception:
 def describe(error: BaseException, model: nn.Module) -> str:
     """One paragraph that names the module and the source line at which Dynamo stopped."""
     text = str(error)
-    reason = text.strip().split("\n")[0]
+    reason = text.strip().split("\n")[0] + _raised(text)
     stack = getattr(error, "real_stack", None) or []
     frames = [f for f in stack if "paraxis" not in f.filename]
     where = ""
@@ -223,6 +229,12 @@ def describe(error: BaseException, model: nn.Module) -> str:
         where = f" in {module}" if module else ""
         where += f' at {last.filename}:{last.lineno} in {last.name}: "{(last.line or "").strip()}"'
     return f"{type(model).__name__} cannot be captured as one graph{where}. {reason}"
+
+
+def _raised(text: str) -> str:
+    """The exception that the model itself has raised, which Dynamo calls an observed one, and names further down."""
+    found = re.search(r"raised exception (.+)", text)
+    return f": {found[1].strip()}" if found else ""
 
 
 def _running(frames: Sequence[traceback.FrameSummary], model: nn.Module) -> str:

@@ -44,6 +44,7 @@ __all__ = [
     "attribute_of_global",
     "buffer_of",
     "detect_fake_mode",
+    "follow_side_effects",
     "guards_global_constant",
     "guards_subclass_metadata",
     "guards_torch_module",
@@ -139,6 +140,33 @@ def note_required_gradients(key: str, applies: Callable[[], bool]) -> None:
         return self
 
     TensorVariable.method_requires_grad_ = method  # type: ignore[method-assign]
+
+
+# -- attributes that are set in a forward --------------------------------------------------------------------------
+
+
+def follow_side_effects() -> None:
+    """Let the attributes of an object that a forward writes be looked up in the current record of side effects.
+
+    Dynamo replaces that record when it has traced the subgraph of a higher-order operator. The dictionary of an object
+    that was written to before keeps the old one (torch 2.13), so that what is written to it later is lost: a KV cache
+    that a layer fills after FlexAttention of the layer before has "no attribute 'dtype'".
+    """
+    from torch._dynamo.variables import dicts
+
+    proxy = getattr(dicts, "SideEffectsProxyDict", None)  # torch 2.11 has no such dictionary
+    if proxy is None or isinstance(getattr(proxy, "side_effects", None), property):
+        return
+
+    def current(self: Any) -> Any:
+        known = self.__dict__["side_effects"]
+        graph = known.output_graph_weakref()
+        return known if graph is None else graph.side_effects
+
+    def note(self: Any, side_effects: Any) -> None:
+        self.__dict__["side_effects"] = side_effects
+
+    proxy.side_effects = property(current, note)
 
 
 # -- guards --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "always_mask_padding",
     "attention_implementation",
     "checkpoint_conversions",
     "class_from_code",
@@ -94,6 +95,21 @@ def logger_methods() -> list[Callable[..., Any]]:
 
     names = ("debug", "info", "warning", "warning_once", "warning_advice", "info_once", "error")
     return [getattr(logging.Logger, name) for name in names if hasattr(logging.Logger, name)]
+
+
+def always_mask_padding(applies: Callable[[], bool]) -> None:
+    """Where ``applies()``, take it that some token is padding: a mask of ones changes nothing, and looking at its values
+    breaks the graph. transformers looks at them to leave out the mask of FlexAttention; not seen in 5.17."""
+    masking = sys.modules.get("transformers.masking_utils")
+    look = getattr(masking, "fast_all", None)
+    if masking is None or look is None or hasattr(look, "_looks"):
+        return
+
+    def fast_all(tensor: torch.Tensor) -> Any:
+        return False if applies() else look(tensor)
+
+    fast_all._looks = look  # type: ignore[attr-defined]
+    masking.fast_all = fast_all  # type: ignore[attr-defined]
 
 
 # -- building ------------------------------------------------------------------------------------------------------

@@ -204,7 +204,8 @@ class Partitioner:
             target, args, kwargs = strategy.localize(target, args, kwargs, self.rank)
         if is_random(step.node):
             return self._emit_random(target, strategy.is_sharded, tuple(args), kwargs)
-        if not isinstance(target, OpOverload) and hasattr(target, "__name__"):
+        printable = isinstance(target, OpOverload) or getattr(target, "__module__", "") == "paraxis"
+        if not printable and hasattr(target, "__name__"):
             target = _printable(target)
         return self.graph.call_function(target, tuple(args), kwargs)
 

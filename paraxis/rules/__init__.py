@@ -7,6 +7,7 @@ from . import (
     attention,
     convolution,
     factory,
+    flex_attention,
     grouped,
     image,
     indexing,

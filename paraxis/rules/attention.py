@@ -20,7 +20,7 @@ def attention(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Stra
     n = query.ndim
     seen: set[tuple[Placement, ...]] = set()
     for q, k in _pairs(placements, n):
-        if not _aligned(q, k, query.shape, key.shape, n) or (draws(call) and q.has_copies):
+        if not aligned_heads(q, k, query.shape, key.shape, n) or (draws(call) and q.has_copies):
             continue
         inputs: list[Placement] = [q, k, k]
         for mask in call.inputs[3:]:
@@ -43,7 +43,7 @@ def _pairs(placements: Sequence[InputPlacement], n: int) -> Iterable[tuple[Shard
             yield k, k
 
 
-def _aligned(q: Shard, k: Shard, q_shape: Sequence[int], k_shape: Sequence[int], n: int) -> bool:
+def aligned_heads(q: Shard, k: Shard, q_shape: Sequence[int], k_shape: Sequence[int], n: int = 4) -> bool:
     """Whether each rank's query heads attend exactly to its KV heads. Each rank needs some: kernels may refuse none."""
     heads = n - 3
     if not all(all(x.ranges) for p in (q, k) for _, x in p.layouts):

@@ -132,9 +132,10 @@ def _entry(target: Any) -> Registered | None:
     """The entry of an operator, or of any pointwise one where it is pointwise but has no entry.
 
     That is so for operators that torch tags as pointwise and that were loaded after the rules, and for autograd
-    functions that are pointwise forward and backward.
+    functions that are pointwise forward and backward. Functions that a graph has one of per call have the entry of
+    their class.
     """
-    entry = _registry.get(target)
+    entry = _registry.get(target) or _registry.get(type(target))
     if entry is not None:
         return entry
     if isinstance(target, OpOverload):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...compat.flex_attention import FlexAttention
 from ...compat.transformers import grouped_mm_fallback
 from ..base import Sample
 from ..base import sample as call
@@ -171,6 +172,45 @@ def attentions() -> list[Sample]:
     ]
 
 
+def flex_attentions() -> list[Sample]:
+    """With grouped queries, with functions that look at the head, that read tensors, with a block mask per head."""
+
+    def flex(q: Any, k: Any, score: Any, mask: Any, score_buffers: Any = (), mask_buffers: Any = (), h: int = 1) -> Sample:
+        blocks = torch.ones(1, h, 1, dtype=torch.int32), torch.zeros(1, h, 1, 1, dtype=torch.int32)
+        block_mask = (q.shape[2], k.shape[2], *blocks, *[None] * 10, 128, 128, torch.fx.symbolic_trace(mask))
+        values = f(*k.shape)
+        args = (q, k, values, torch.fx.symbolic_trace(score), block_mask, 0.3, {}, score_buffers, mask_buffers)
+        target, leaves = FlexAttention.of(args, {})
+        return call(target, *leaves)
+
+    def plain(score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return score
+
+    def slope(score: Any, batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return score + (head + 1) * (q - k)
+
+    def bias(score: Any, batch: Any, head: Any, q: Any, k: Any, table: Any) -> Any:
+        return score + table[head, q, k]
+
+    def causal(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return q >= k
+
+    def window(batch: Any, head: Any, q: Any, k: Any) -> Any:
+        return q - k <= head
+
+    def padded(batch: Any, head: Any, q: Any, k: Any, lengths: Any) -> Any:
+        return k < lengths[batch]
+
+    return [
+        flex(f(2, 4, 6, 8), f(2, 4, 6, 8), plain, causal),
+        flex(f(2, 8, 6, 8), f(2, 4, 6, 8), plain, causal),
+        flex(f(2, 6, 6, 8), f(2, 1, 6, 8), slope, causal),
+        flex(f(2, 8, 6, 8), f(2, 4, 5, 8), plain, padded, (), (torch.tensor([3, 5]),)),
+        flex(f(1, 8, 6, 8), f(1, 8, 6, 8), plain, window, h=8),
+        flex(f(1, 4, 6, 8), f(1, 4, 6, 8), bias, causal, (f(4, 6, 6),)),
+    ]
+
+
 def norms() -> list[Sample]:
     """Normalizations of rows, groups and channels."""
     group, batch = aten.native_group_norm.default, aten.batch_norm.default
@@ -274,6 +314,7 @@ FAMILIES: dict[str, Callable[[], list[Sample]]] = {
     "norm": norms,
     "image": images,
     "attention": attentions,
+    "flex_attention": flex_attentions,
     "grouped": grouped,
     "convolution": convolutions,
     "loss": losses,
