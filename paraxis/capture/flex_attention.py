@@ -16,7 +16,7 @@ def trace_flex_attention(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     function, leaves = FlexAttention.of(args, kwargs)
     mode: Any = get_proxy_mode()
     with disable_proxy_modes_tracing(), torch.no_grad():
-        result = function(*leaves)
+        result = function.captured(*leaves)
     proxies = pytree.tree_map(mode.tracer.unwrap_proxy, tuple(leaves))
     proxy = mode.tracer.create_proxy("call_function", function, proxies, {}, name="flex_attention")
     return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)

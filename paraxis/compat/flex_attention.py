@@ -33,8 +33,8 @@ class FlexAttention:
     score function reads, what the mask function reads). Its results are those of torch's operator: output, logsumexp
     and largest scores.
 
-    On a CPU it computes all scores, which has a gradient; torch's kernel for CPUs has none. Elsewhere torch's kernel
-    runs, compiled at the first call.
+    On a CPU it computes all scores, which has a gradient; torch's kernel for CPUs has none, and does not take all
+    functions. Elsewhere torch's kernel runs, compiled at the first call.
 
     Attributes:
         score_mod: The graph of ``score_mod(score, batch, head, query, key, *buffers)``.
@@ -79,14 +79,27 @@ class FlexAttention:
         )
 
     def __call__(self, *leaves: Any) -> Any:
+        """Run it."""
         query = leaves[0]
-        plain = type(query) is torch.Tensor or type(query) is torch.nn.Parameter
-        if not plain or query.device.type == "cpu" or torch.compiler.is_compiling():
-            return self.run(*leaves)
-        return _compiled()(self, *leaves)
+        if query.device.type == "cpu":
+            return self._all_scores(*leaves)
+        plain = type(query) is torch.Tensor and not torch.compiler.is_compiling()
+        return _compiled()(self, *leaves) if plain else self.captured(*leaves)
 
-    def run(self, *leaves: Any) -> Any:
-        """Call torch's operator. Outside of a compiler it computes all scores."""
+    def captured(self, *leaves: Any) -> Any:
+        """Call torch's operator, which a tracer records; otherwise it computes all scores."""
+        from torch._higher_order_ops.flex_attention import flex_attention
+
+        return flex_attention(*self._arguments(leaves))
+
+    def _all_scores(self, *leaves: Any) -> Any:
+        """The same in plain operators, which a compiler can fuse, and which have a gradient."""
+        from torch._higher_order_ops.flex_attention import math_attention
+
+        return math_attention(*self._arguments(leaves))
+
+    def _arguments(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of torch's operator."""
         query, key, value, blocks, scale, options, scores, masks = pytree.tree_unflatten(leaves, self._structure)
         first, score_mod, mask_mod = self.first_head, self.score_mod, self.mask_mod
 
@@ -96,19 +109,14 @@ class FlexAttention:
         def mask(batch: Any, head: Any, q: Any, k: Any, *buffers: Any) -> Any:
             return mask_mod(batch, head + first if first else head, q, k, *buffers)
 
-        return operator_of()(query, key, value, score, (*blocks, mask), scale, options, tuple(scores), tuple(masks))
-
-
-def operator_of() -> Any:
-    """torch's higher-order operator."""
-    from torch._higher_order_ops.flex_attention import flex_attention
-
-    return flex_attention
+        return query, key, value, score, (*blocks, mask), scale, options, tuple(scores), tuple(masks)
 
 
 @functools.lru_cache(maxsize=1)
 def _compiled() -> Callable[..., Any]:
     """Calls a :class:`FlexAttention` through torch's compiler, which has the kernel."""
+
+    from torch._higher_order_ops.flex_attention import flex_attention as operator
 
     def flex_attention(call: FlexAttention, *leaves: Any) -> Any:
         query, key, value, blocks, scale, options, scores, masks = pytree.tree_unflatten(leaves, call._structure)
@@ -121,7 +129,7 @@ def _compiled() -> Callable[..., Any]:
         def mask(batch: Any, head: Any, q: Any, k: Any) -> Any:
             return mask_mod(batch, head + first, q, k, *masks)
 
-        return operator_of()(query, key, value, score, (*blocks, mask), scale, options)
+        return operator(query, key, value, score, (*blocks, mask), scale, options)
 
     return torch.compile(flex_attention)
 

@@ -7,6 +7,7 @@ inside of functions. Seen on torch 2.11, 2.13 and 2.15.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from torch.fx import GraphModule
 
 __all__ = [
     "CustomGraphPass",
-    "aliases_unchecked",
+    "aliases_allowed",
     "compile_graph",
     "cpp_compile_failed",
     "get_hash_for_files",
@@ -42,19 +43,20 @@ def compile_graph(module: GraphModule, inputs: Sequence[Any], options: dict[str,
 
 
 @contextmanager
-def aliases_unchecked() -> Iterator[None]:
-    """Inside, a compiled graph that runs for the first time does not check whether results of custom operators alias
-    their arguments.
+def aliases_allowed() -> Iterator[None]:
+    """Inside, the first run of a compiled graph accepts that results of our custom operators alias their arguments.
 
-    torch 2.13 warns, or raises if ``CI`` is set. An operator that appends in place to a buffer with free rows, and
-    copies to a new one without them, has no schema that says so.
+    In its first run torch 2.13 looks at the aliases of every custom operator, and warns, or raises if ``CI`` is set. An
+    operator that appends in place to a buffer with free rows, and copies to a new one without them, has no schema that
+    says so. The check itself must run: without it, the second run would be the first that is looked at.
     """
     from torch._functorch import config
 
-    if not hasattr(config, "check_custom_op_aliasing"):
+    if not hasattr(config, "error_on_custom_op_aliasing"):
         yield
         return
-    with config.patch(check_custom_op_aliasing=False):
+    with config.patch(error_on_custom_op_aliasing=False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "paraxis::")
         yield
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..compat.dynamo import TracingContext, name_inputs, tracing
-from ..compat.inductor import aliases_unchecked, compile_graph, cpp_compile_failed
+from ..compat.inductor import aliases_allowed, compile_graph, cpp_compile_failed
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..graph.local_program import info_of
@@ -124,7 +124,7 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], pool: Any = None) -> C
                 results = runner(shards, local)
             else:
                 # KV caches append in place where they can (optimize/kv_cache_append.py).
-                with nullcontext() if ran else aliases_unchecked():
+                with nullcontext() if ran else aliases_allowed():
                     results = compiled(*shards, *on_device(local, scalars, device))
                 ran = True
         if wrappers:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import paraxis.optimize.kv_cache_append  # noqa: F401 -- defines append_rows
 from paraxis.compat import inductor as compat
 from paraxis.kernels.cpu.build import load_kernel
 
@@ -85,11 +88,24 @@ assert not async_compile._pool_set
     assert ended.returncode == 0 and ended.stdout == "shut down\n", ended.stderr
 
 
-def test_aliases_are_unchecked_inside_alone() -> None:
+def test_a_graph_whose_first_run_may_alias_runs_again_where_torch_raises_for_aliases() -> None:
     config = torch._functorch.config
-    if not hasattr(config, "check_custom_op_aliasing"):
+    if not hasattr(config, "error_on_custom_op_aliasing"):
         pytest.skip("this version of torch does not check them")
-    before = config.check_custom_op_aliasing
-    with compat.aliases_unchecked():
-        assert not config.check_custom_op_aliasing
-    assert config.check_custom_op_aliasing == before
+
+    def appended(past: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        return torch.ops.paraxis.append_rows(past, new)
+
+    new = torch.randn(1, 2, 1, 4)
+    past = torch.ops.paraxis.append_rows(torch.randn(1, 2, 3, 4), new)  # a buffer with free rows: the next ones go there
+    with config.patch(error_on_custom_op_aliasing=True), torch.no_grad():
+        graph = make_fx(appended, tracing_mode="fake")(past, new)
+        compiled = compat.compile_graph(graph, [past, new], {})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with compat.aliases_allowed():
+                (first,) = compiled(past, new)
+        assert first.untyped_storage().data_ptr() == past.untyped_storage().data_ptr(), "it did not append in place"
+        past = torch.ops.paraxis.append_rows(torch.randn(1, 2, 3, 4), new)
+        (second,) = compiled(past, new)
+        assert second.untyped_storage().data_ptr() == past.untyped_storage().data_ptr()
