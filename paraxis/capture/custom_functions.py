@@ -41,7 +41,7 @@ def trace_custom_function(target: Any, args: tuple[Any, ...], kwargs: dict[str, 
     forward, backward, *rest = args
     function = CustomFunction(target, forward, backward, kwargs)
     mode: Any = get_proxy_mode()
-    with disable_proxy_modes_tracing(), torch.no_grad():
+    with disable_proxy_modes_tracing():
         result = function(*rest)
     proxies = pytree.tree_map(mode.tracer.unwrap_proxy, tuple(rest))
     proxy = mode.tracer.create_proxy("call_function", function, proxies, {}, name="custom_function")

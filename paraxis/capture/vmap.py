@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
@@ -43,7 +42,7 @@ class Section:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
         graph.output(tuple(copies[node] for node in outputs))
         body, arguments = GraphModule(root, graph), [values[node] for node in inputs]
-        with disable_proxy_modes_tracing(), torch.no_grad():
+        with disable_proxy_modes_tracing():
             plain = make_fx(Interpreter(body).run, _allow_non_fake_inputs=True)(*arguments)
         return dict(zip(outputs, Interpreter(plain).run(*arguments), strict=True))
 

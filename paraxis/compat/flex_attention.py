@@ -1,7 +1,7 @@
 """Private APIs of torch's FlexAttention: attention whose scores and mask are Python functions.
 
-Dynamo captures it as one higher-order operator with two subgraphs: ``score_mod`` changes the score of a query and a key,
-``mask_mod`` says whether the query sees the key. :class:`FlexAttention` is one such call. Seen on torch 2.11 and 2.13.
+Dynamo captures it as one higher-order operator with two subgraphs: ``score_mod`` changes the score of a query and a
+key, ``mask_mod`` says whether the query sees the key. :class:`FlexAttention` is one such call. Seen on torch 2.13.
 
 The operator takes seconds to import, so every import is inside of a function.
 """
@@ -22,6 +22,9 @@ __all__ = ["FLEX_ATTENTION", "FlexAttention", "differentiate_on_cpu"]
 
 FLEX_ATTENTION = "flex_attention"
 """The name of the higher-order operator."""
+
+_MORE = ("OUTPUT_LOGSUMEXP", "OUTPUT_MAX")
+"""The options that ask for the second and third result."""
 
 _MODULE = "torch.nn.attention.flex_attention"
 
@@ -129,7 +132,9 @@ def _compiled() -> Callable[..., Any]:
         def mask(batch: Any, head: Any, q: Any, k: Any) -> Any:
             return mask_mod(batch, head + first, q, k, *masks)
 
-        return operator(query, key, value, score, (*blocks, mask), scale, options)
+        output, *more = operator(query, key, value, score, (*blocks, mask), scale, options)
+        # The kernel computes the others only where the options say so, and has no such result elsewhere.
+        return output, *(x if options.get(name, True) else None for x, name in zip(more, _MORE))
 
     return torch.compile(flex_attention)
 
@@ -153,7 +158,7 @@ def _shared(graph_module: GraphModule) -> GraphModule:
 
 
 def differentiate_on_cpu(applies: Callable[[], bool]) -> None:
-    """Where ``applies()``, do not refuse tensors on a CPU that require gradients, as torch does for its kernel's sake."""
+    """Where ``applies()``, accept tensors on a CPU that require gradients, for which torch has no kernel."""
     module = sys.modules.get(_MODULE)
     if module is None or hasattr(module._validate_device, "_checked"):
         return

@@ -98,8 +98,11 @@ def logger_methods() -> list[Callable[..., Any]]:
 
 
 def always_mask_padding(applies: Callable[[], bool]) -> None:
-    """Where ``applies()``, take it that some token is padding: a mask of ones changes nothing, and looking at its values
-    breaks the graph. transformers looks at them to leave out the mask of FlexAttention; not seen in 5.17."""
+    """Where ``applies()``, assume that some token is padding.
+
+    A mask of ones changes nothing, and looking at its values breaks the graph. transformers does so to leave out the
+    mask of FlexAttention. Seen on 5.22.
+    """
     masking = sys.modules.get("transformers.masking_utils")
     look = getattr(masking, "fast_all", None)
     if masking is None or look is None or hasattr(look, "_looks"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -65,6 +66,22 @@ def test_logger_calls_do_not_break_the_graph() -> None:
 
 def _switches() -> tuple[bool, bool]:
     return gc.isenabled(), torch.backends.mha.get_fastpath_enabled()
+
+
+def test_warnings_do_not_break_the_graph() -> None:
+    def warns(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        warnings.warn("slow", DeprecationWarning, stacklevel=2)
+        return x @ weight
+
+    captured(Model(warns), torch.ones(2, 4))
+
+
+def test_errors_of_the_model_itself_are_named() -> None:
+    def fails(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("a length of 3 is not even")
+
+    with pytest.raises(CaptureError, match="a length of 3 is not even"):
+        captured(Model(fails), torch.ones(2, 4))
 
 
 def test_switches_are_off_while_tracing_alone() -> None:

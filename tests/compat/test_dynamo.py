@@ -152,3 +152,24 @@ def test_names_of_inputs() -> None:
     compat.name_inputs(module, {1})
     assert "tensor_dict" not in a.meta and b.meta["tensor_dict"] == {"_dynamo_static_input_type": "unguarded"}
     assert a._dynamo_source != b._dynamo_source  # type: ignore[attr-defined]
+
+
+class _Slots:
+    """An object that a forward writes attributes of, as a KV cache."""
+
+
+def test_attributes_that_are_set_after_a_higher_order_operator_are_not_lost() -> None:
+    compat.follow_side_effects()
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        slots = _Slots()
+        slots.before = x + 1
+        y = torch.cond(x.sum() > 0, double, double, (x,))
+        slots.after = y
+        return slots.after + slots.before
+
+    x = torch.ones(3)
+    assert torch.equal(torch.compile(forward, fullgraph=True, backend="eager")(x), 2 * x + x + 1)

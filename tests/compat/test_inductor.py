@@ -97,7 +97,9 @@ def test_a_graph_whose_first_run_may_alias_runs_again_where_torch_raises_for_ali
         return torch.ops.paraxis.append_rows(past, new)
 
     new = torch.randn(1, 2, 1, 4)
-    past = torch.ops.paraxis.append_rows(torch.randn(1, 2, 3, 4), new)  # a buffer with free rows: the next ones go there
+    past = torch.ops.paraxis.append_rows(
+        torch.randn(1, 2, 3, 4), new
+    )  # a buffer with free rows: the next ones go there
     with config.patch(error_on_custom_op_aliasing=True), torch.no_grad():
         graph = make_fx(appended, tracing_mode="fake")(past, new)
         compiled = compat.compile_graph(graph, [past, new], {})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import SimpleNamespace
 
+import pytest
 import torch
 from models import tiny
 from torch import nn
@@ -82,3 +83,18 @@ def test_other_features() -> None:
     assert isinstance(compat.merges_parallel_plans(), bool)
     assert compat.grouped_mm_fallback() is None or compat.grouped_mm_fallback().namespace == "transformers"
     assert not compat.has_adapters_loaded(tiny.build("llama"))
+
+
+def test_padding_is_masked_without_a_look_at_the_mask_where_asked() -> None:
+    import transformers.masking_utils as masking
+
+    before, applies = getattr(masking, "fast_all", None), [False]
+    if before is None:
+        pytest.skip("this version of transformers does not look")
+    try:
+        compat.always_mask_padding(lambda: applies[0])
+        assert masking.fast_all(torch.ones(3, dtype=torch.bool))
+        applies[0] = True
+        assert masking.fast_all(torch.ones(3, dtype=torch.bool)) is False
+    finally:
+        masking.fast_all = before

@@ -273,7 +273,9 @@ def checkpointed(model: Any, reentrant: bool | None, enabled: bool = True) -> An
     return model.train()
 
 
-def trained_with_checkpointing(folder: str, order: str, reentrant: bool | None, enabled: bool) -> dict[str, Any]:
+def trained_with_checkpointing(
+    folder: str, order: str, reentrant: bool | None, enabled: bool, **options: Any
+) -> dict[str, Any]:
     """Errors against the unsharded model, which has the same adapters; what each of them saves for the backward."""
     torch._dynamo.reset()
     ctx, right = context(), checkpointed(with_adapters(reference(folder), "llama"), reentrant, enabled)
@@ -281,10 +283,10 @@ def trained_with_checkpointing(folder: str, order: str, reentrant: bool | None, 
         model = checkpointed(with_adapters(reference(folder), "llama"), reentrant, enabled)
         model = parallelize_model(model, ctx, show_progress=False).train()
     elif order == "before":
-        model = parallelize_model(with_adapters(reference(folder), "llama"), ctx, show_progress=False)
+        model = parallelize_model(with_adapters(reference(folder, **options), "llama"), ctx, show_progress=False)
         model = checkpointed(model, reentrant, enabled)
     else:
-        model = parallelize_model(folder, ctx, show_progress=False)
+        model = parallelize_model(folder, ctx, show_progress=False, **options)
         model = checkpointed(with_adapters(model, "llama"), reentrant, enabled)
     ids, labels = batch(256, length=48)
     model(input_ids=ids, labels=labels)
@@ -336,3 +338,26 @@ def test_gradient_checkpointing_is_one_graph_and_saves_memory(
         for what in ("saved", "peaks"):
             (ours, theirs), (before, theirs_before) = found[what], without[what]
             assert ours / before < theirs / theirs_before + 0.1, f"{what} shrink less than unsharded"
+
+
+def with_attention(folder: str, order: str, implementation: str) -> dict[str, Any]:
+    return trained_with_checkpointing(folder, order, None, True, attn_implementation=implementation)
+
+
+@pytest.mark.parametrize(
+    ("order", "implementation"),
+    [
+        ("after", "flex_attention"),
+        pytest.param("before", "flex_attention", marks=pytest.mark.long),
+        pytest.param("before", "eager", marks=pytest.mark.long),
+        pytest.param("after", "eager", marks=pytest.mark.long),
+    ],
+)
+def test_gradient_checkpointing_with_another_attention(
+    ranks: Any, checkpoints: Any, order: str, implementation: str
+) -> None:
+    for found in ranks(2).run(with_attention, checkpoints("llama"), order, implementation):
+        assert found["breaks"] == () and found["graphs"] == 1
+        assert found["gradients"] < 1e-4
+        losses, expected = found["losses"]
+        assert losses == pytest.approx(expected, abs=1e-4) and losses[-1] < losses[0]

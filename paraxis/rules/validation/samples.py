@@ -175,11 +175,23 @@ def attentions() -> list[Sample]:
 def flex_attentions() -> list[Sample]:
     """With grouped queries, with functions that look at the head, that read tensors, with a block mask per head."""
 
-    def flex(q: Any, k: Any, score: Any, mask: Any, score_buffers: Any = (), mask_buffers: Any = (), h: int = 1) -> Sample:
+    def flex(
+        q: Any, k: Any, score: Any, mask: Any, score_buffers: Any = (), mask_buffers: Any = (), h: int = 1
+    ) -> Sample:
         blocks = torch.ones(1, h, 1, dtype=torch.int32), torch.zeros(1, h, 1, 1, dtype=torch.int32)
         block_mask = (q.shape[2], k.shape[2], *blocks, *[None] * 10, 128, 128, torch.fx.symbolic_trace(mask))
         values = f(*k.shape)
-        args = (q, k, values, torch.fx.symbolic_trace(score), block_mask, 0.3, {}, score_buffers, mask_buffers)
+        args: tuple[Any, ...] = (
+            q,
+            k,
+            values,
+            torch.fx.symbolic_trace(score),
+            block_mask,
+            0.3,
+            {},
+            score_buffers,
+            mask_buffers,
+        )
         target, leaves = FlexAttention.of(args, {})
         return call(target, *leaves)
 
