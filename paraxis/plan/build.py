@@ -80,10 +80,11 @@ class PlanBuilder:
         self.communication += solved.account.communication
         self.optimal &= solved.solution.optimal
         used = {p.name: Value(node) for node, p in solved.parameters.items()}
+        read = {value for step in solved.program.steps if step.call is not None for value in step.inputs}
         for node, parameter in solved.parameters.items():
             name, shape = parameter.name, parameter.shape
-            if name in self.parameters:
-                continue  # an earlier graph has placed it
+            if name in self.parameters or Value(node) not in read:
+                continue  # an earlier graph has placed it, or nobody reads what is computed with it
             placement = stored(solved.solution.parameters.get(Value(node), REPLICATE))
             reason = "" if isinstance(placement, Shard) else _reason(name, shape, used, solved)
             self.add_parameter(name, placement, shape, reason)

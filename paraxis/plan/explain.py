@@ -22,6 +22,7 @@ from ..solver import Account, Solution, Step, Unsatisfiable, Value, account, sea
 from ..solver.choices import Permit
 from ..solver.constraints import Constraints, parse, weight_axes
 from .offline import Planned, plan_offline
+from .plan import ParameterPlan
 
 
 @dataclass
@@ -102,7 +103,13 @@ def explain_planned(planned: Planned, name: str) -> list[Explanation]:
         for names in [[own, *planned.ctx.state.aliases.get(own, ())]]
         if any(n == planned_name or n.startswith(f"{planned_name}.") for n in names)
     ]
-    found = [explainer.parameter(value) for value in values]
+    found = [explainer.parameter(value) for value in values if value in explainer.sizes]
+    if not found:
+        found = [
+            explainer.unplanned(other, planned.plan.parameters[other])
+            for other in planned.plan.unplanned
+            if f"{other}.".startswith(f"{planned_name}.")
+        ]
     if not found:
         steps = [s for s in planned.solved.program.steps if s.call is not None and s.node.name == planned_name]
         found = [explainer.step(step) for step in steps]
@@ -177,6 +184,13 @@ class _Explainer:
         else:
             reason = f"Replicated because: {self.reasons.get(name, 'sharding it costs more')}."
         return self._explanation(name, shape, self._text(value, chosen, shape), reason, alternatives)
+
+    def unplanned(self, name: str, plan: ParameterPlan) -> Explanation:
+        """Explain a parameter that no planned call uses, or whose results nobody reads."""
+        dims = plan.placement.layouts if isinstance(plan.placement, Shard) else ()
+        where = f"sharded on dimension {dims[0][0]}, for memory" if dims else "replicated"
+        reason = "No planned call reads what is computed with it. A call that does gathers it first."
+        return self._explanation(name, tuple(plan.global_shape), where, reason, [])
 
     def _text(self, value: Value, placement: Placement, shape: tuple[int, ...]) -> str:
         if not isinstance(placement, Shard):

@@ -62,3 +62,25 @@ def test_replicated_parameters_and_gathered_tensors_have_reasons() -> None:
     reasons = dict(plan.replicated)
     assert "vector" in reasons["norm.weight"] and "linalg_qr" in reasons["square"]
     torch._dynamo.reset()
+
+
+class Spare(nn.Module):
+    """A head whose results nobody reads, and one that a second kind of call reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.spare = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, head: bool = False) -> torch.Tensor:
+        self.spare(x).relu()
+        found = self.head(self.body(x))
+        return found if head else self.body(x)
+
+
+def test_what_nobody_reads_is_left_to_other_calls_and_sharded_for_memory() -> None:
+    x = torch.ones(64, 8)
+    plan = plan_model(Spare(), 2, example_inputs={"x": x})
+    assert set(plan.unplanned) == {"head.weight", "head.bias", "spare.weight", "spare.bias"}
+    assert plan.sharded_fraction < 0.6
+    both = plan_model(Spare(), 2, example_inputs=[{"x": x}, {"x": x, "head": True}])
+    assert set(both.unplanned) == {"spare.weight", "spare.bias"}

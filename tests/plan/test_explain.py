@@ -7,11 +7,33 @@ from collections.abc import Iterator
 import pytest
 import torch
 from solver.programs import Transformer
+from torch import nn
 
 from paraxis.plan.explain import Explanation, explain_planned
 from paraxis.plan.offline import Planned, plan_offline
 
 IDS = (torch.zeros(2, 8, dtype=torch.long),)
+
+
+class Spare(nn.Module):
+    """The results of a layer are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.spare(x).relu()
+        return self.used(x)
+
+
+def test_what_nobody_reads() -> None:
+    """The first test: while the fixture lives, no other model can be planned."""
+    with plan_offline(Spare(), 2, None, {"example_inputs": torch.ones(4, 8)}) as found:
+        weight, bias = explain_planned(found, "spare")
+        assert weight.placement == "sharded on dimension 0, for memory" and bias.placement == "replicated"
+        assert weight.reason.startswith("No planned call reads what is computed with it")
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module")
