@@ -61,7 +61,39 @@ def install_output_hooks(model: nn.Module) -> None:
         from transformers.utils.output_capturing import maybe_install_capturing_hooks
     except ImportError:  # a version that collects these outputs in another way
         return
+    _nest_collectors()
     maybe_install_capturing_hooks(model)
+
+
+def _nest_collectors() -> None:
+    """Let a model that collects outputs call another one that does, while Dynamo traces.
+
+    When the inner one is done, transformers' collector forgets the outer one and that it is traced (seen in 5.17 to
+    5.22), and the outer one's hooks break the graph.
+    """
+    collector = getattr(sys.modules["transformers.utils.output_capturing"], "_active_collector", None)
+    kind = type(collector)
+    if not hasattr(collector, "compiling") or not hasattr(collector, "context_var") or hasattr(kind, "nests"):
+        return
+
+    class Nesting(kind):  # type: ignore[misc, valid-type]
+        nests = True
+
+        def set(self, value: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                return self.context_var.set(value)
+            before = (self.global_var, self.compiling)
+            self.global_var, self.compiling = value, True
+            return before
+
+        def reset(self, token: Any) -> None:
+            if isinstance(token, tuple):
+                self.global_var, self.compiling = token
+            else:
+                self.context_var.reset(token)
+
+    assert collector is not None
+    collector.__class__ = Nesting
 
 
 def is_output_hook(hook: Any) -> bool:

@@ -159,16 +159,24 @@ def _on_shards(func: Any, args: Any, kwargs: Any, like: ShardedTensor) -> Any:
     return pytree.tree_map(wrap, func(*args, **kwargs))
 
 
+def _is_write(name: str) -> bool:
+    """Whether a function of this name writes to its first argument."""
+    return name == "__setitem__" or (name.endswith("_") and name[-2:-1] != "_")
+
+
+_WRITES = frozenset(getattr(torch.Tensor, name) for name in dir(torch.Tensor) if _is_write(name))
+"""The methods that write: Dynamo, which traces the question, can look up a function but not its name."""
+
+
 class GatheredView(torch.Tensor):
     """A view of a sharded tensor outside a compiled graph, which is a copy: reading works, a write would be lost."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        written = args[0] if args else None
-        if isinstance(written, GatheredView) and (name == "__setitem__" or (name.endswith("_") and name[-2:-1] != "_")):
+        writes = func in _WRITES if torch.compiler.is_compiling() else _is_write(getattr(func, "__name__", ""))
+        if writes and args and isinstance(args[0], GatheredView):
             raise RuntimeError(
-                f"{name} on a view of a sharded tensor would change a gathered copy and be lost. Write to the tensor "
+                f"{func.__name__} on a view of a sharded tensor would change a gathered copy and be lost. Write to the tensor "
                 "itself (`tensor[index] = value`, `tensor.copy_(...)`), or to `tensor.to_local()`."
             )
         with DisableTorchFunctionSubclass():

@@ -98,3 +98,20 @@ def test_padding_is_masked_without_a_look_at_the_mask_where_asked() -> None:
         assert masking.fast_all(torch.ones(3, dtype=torch.bool)) is False
     finally:
         masking.fast_all = before
+
+
+def test_collectors_nest_while_traced() -> None:
+    """The outer model's hooks run after an inner model that collects outputs too."""
+    from transformers import GitConfig, GitForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**sizes, "image_size": 16, "patch_size": 8}
+    model = GitForCausalLM(GitConfig(vision_config=vision, vocab_size=32, pad_token_id=0, **sizes)).eval()
+    compat.install_output_hooks(model)
+    inputs = {"input_ids": torch.ones(1, 4, dtype=torch.long), "pixel_values": torch.ones(1, 3, 16, 16)}
+    options = {"output_hidden_states": True, "use_cache": False}
+    expected = model(**inputs, **options)
+    traced = torch.compile(lambda: model(**inputs, **options), backend="eager", fullgraph=True)()
+    assert len(traced.hidden_states) == len(expected.hidden_states) == 2
+    assert all(map(torch.allclose, traced.hidden_states, expected.hidden_states))
+    torch._dynamo.reset()

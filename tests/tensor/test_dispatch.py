@@ -141,6 +141,8 @@ def views() -> None:
         warnings.simplefilter("ignore")
         view = sharded_parameter(x, PLACEMENTS["columns"]).view(48)
         assert torch.equal(view + 1, x.view(48) + 1)
+        traced = torch.compile(lambda y: y.to(torch.float32).relu() + 1, backend="eager", fullgraph=True)
+        assert torch.equal(traced(view), x.view(48).relu() + 1)
         for write in (lambda: view.add_(1), lambda: view.__setitem__(0, 1.0)):
             with pytest.raises(RuntimeError, match="would change a gathered copy and be lost"):
                 write()
