@@ -78,6 +78,9 @@ def _nest_collectors() -> None:
 
     class Nesting(kind):  # type: ignore[misc, valid-type]
         nests = True
+        context_var: Any
+        global_var: Any
+        compiling: bool
 
         def set(self, value: Any) -> Any:
             if not torch.compiler.is_compiling():

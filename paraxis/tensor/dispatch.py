@@ -176,8 +176,8 @@ class GatheredView(torch.Tensor):
         writes = func in _WRITES if torch.compiler.is_compiling() else _is_write(getattr(func, "__name__", ""))
         if writes and args and isinstance(args[0], GatheredView):
             raise RuntimeError(
-                f"{func.__name__} on a view of a sharded tensor would change a gathered copy and be lost. Write to the tensor "
-                "itself (`tensor[index] = value`, `tensor.copy_(...)`), or to `tensor.to_local()`."
+                f"{func.__name__} on a view of a sharded tensor would change a gathered copy and be lost. Write to the "
+                "tensor itself (`tensor[index] = value`, `tensor.copy_(...)`), or to `tensor.to_local()`."
             )
         with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))

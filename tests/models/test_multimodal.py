@@ -29,6 +29,8 @@ def audio_inputs() -> list[dict[str, Any]]:
 
 
 CASES = {"llava": (llava, image_inputs), "whisper": (whisper, audio_inputs)}
+UNUSED = ("model.vision_tower.encoder.layers.1.", "model.vision_tower.post_layernorm.")
+"""LLaVA takes the features before the last layer: nobody reads its results."""
 
 
 def compared(folder: str, name: str) -> dict[str, Any]:
@@ -54,5 +56,5 @@ def test_towers_are_planned_by_the_plain_call(name: str, ranks: Any, tmp_path: P
     torch.manual_seed(0)
     CASES[name][0]().save_pretrained(tmp_path)
     for found in ranks(2).run(compared, str(tmp_path), name):
-        assert found["unplanned"] == [] and found["fraction"] < 0.6
+        assert all(each.startswith(UNUSED) for each in found["unplanned"]) and found["fraction"] < 0.55
         assert max(found["outputs"]) < 1e-4 and found["gradients"] < 1e-3 and found["tokens"]

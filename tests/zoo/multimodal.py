@@ -39,12 +39,13 @@ def compare(name: str, folder: str, inputs: dict[str, Any]) -> Record:
     record: Record = {
         "planning": time.monotonic() - started,
         "fraction": plan.sharded_fraction,
-        "unplanned": sum(plan.parameters[each].placement is not None for each in plan.unplanned),
         "breaks": list(plan.breaks)[:1],
     }
     found, right = run(model, without_cache(model, inputs)), run(unsharded, without_cache(model, inputs))
     record["outputs"] = differences(found, right)
     record |= gradients(model, unsharded, found, right)
+    used = {each for each, p in unsharded.named_parameters() if p.grad is not None}
+    record["unplanned"] = len(used & set(plan.unplanned))
     if record["gradients"] > GRADIENTS:
         record |= in_double(name, folder, inputs, model, unsharded)
     with torch.no_grad():
@@ -188,7 +189,8 @@ def page(records: dict[int, list[Record]]) -> str:
         f"against the unsharded model: outputs within {OUTPUTS:g}, gradients within {GRADIENTS:g} (1e-6 in float64),",
         "greedy tokens exact, with inputs of the modality and with text alone. The inputs are not those that the plan",
         "was made with: other sizes, several images where a model takes them. *Fraction*: parameters on a rank.",
-        "*Unplanned*: parameters that no dummy input uses, sharded for memory only. Made by `make multimodal`.",
+        "*Unplanned*: parameters that these inputs use and no dummy input does, sharded for memory only. Made by",
+        "`make multimodal`.",
         "",
         f"{made_with()} Commit {commit()}.",
         "",

@@ -451,7 +451,10 @@ TEXT: dict[str, Fields] = {
         "vision_config.projector_output_dim": 64,
         "vision_config.vision_output_dim": 64,
     },
-    **every(("gemma4", "gemma4_unified"), {"__defaults__": {"vision_config": {}, "audio_config": {}}}),
+    **every(
+        ("gemma4", "gemma4_unified"),
+        {"__defaults__": {"vision_config": {}, "audio_config": {}}, "audio_config.output_proj_dims": 64},
+    ),
     "kimi_k25": {"vision_config.projection_hidden_size": 64},
     "deepseek_vl_hybrid": {"high_res_vision_config.global_attn_indexes": [0, 1], **SAM_TOWER},
     "exaone4_5": {"vision_config.window_size": 32, "vision_config.fullatt_block_indexes": [1]},

@@ -139,6 +139,17 @@ def pixels_seen(facts: Facts, inputs: Inputs, places: dict[str, torch.Tensor]) -
     return facts.ints(facts.batch, *facts.image_size)
 
 
+def more_pixels(facts: Facts, inputs: Inputs, name: str) -> torch.Tensor | None:
+    """Images of another part of the model, beside others: of the size that the part named like the argument has."""
+    pixels = inputs.get("pixel_values")
+    if pixels is None or pixels.dim() != 4:
+        return None
+    part = name.removesuffix("_pixel_values")
+    own = [config for path, config in facts.configs if part in path]
+    size = next((s for config in own if isinstance(s := getattr(config, "image_size", None), int)), None)
+    return facts.floats(*pixels.shape[:2], *((size, size) if size else pixels.shape[2:]))
+
+
 def task(facts: Facts, inputs: Inputs, places: dict[str, torch.Tensor]) -> torch.Tensor:
     """(rows, tokens): the task as text."""
     return facts.ints(facts.batch, int(facts.text("task_seq_len", default=8)))
@@ -183,5 +194,7 @@ def add_beside(facts: Facts, inputs: Inputs, places: dict[str, torch.Tensor], op
         if make is None and (name in facts.required or name in optional):
             make = REQUIRED.get(name) or (more_token_ids if name.endswith("_input_ids") else None)
         value = make(facts, inputs, places) if make is not None else None
+        if name.endswith("_pixel_values"):
+            value = more_pixels(facts, inputs, name)
         if value is not None:
             inputs[name] = value

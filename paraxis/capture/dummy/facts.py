@@ -51,6 +51,7 @@ class Facts:
         kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         found = {name: p for name, p in parameters.items() if name != "self" and p.kind not in kinds}
         main = getattr(self.model, "main_input_name", "input_ids")
+        main = main[0] if isinstance(main, (list, tuple)) else main
         if main not in found and len(found) < len(parameters) - 1:
             names = [main, *(["decoder_input_ids"] if getattr(self.config, "is_encoder_decoder", False) else [])]
             found |= {name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names}
@@ -103,7 +104,10 @@ class Facts:
 
     def text(self, *names: str, default: Any = None) -> Any:
         """The first of these fields that the configuration for text has."""
-        inner = self.config.get_text_config() if hasattr(self.config, "get_text_config") else self.config
+        try:
+            inner = self.config.get_text_config()
+        except (AttributeError, ValueError):  # there is none, or there are several
+            inner = self.config
         for config in (inner, self.config):
             for name in names:
                 value = _read(config, name)
@@ -168,6 +172,13 @@ class Facts:
         """Frames of a video."""
         found = self.vision("num_frames", "frames_per_clip", "num_image_with_embedding", default=2 * self.temporal)
         return int(found if isinstance(found, int) and found > 0 else 2 * self.temporal)
+
+    @cached_property
+    def codebooks(self) -> int:
+        """Rows of the decoder's token ids for each row of the input: one per codebook, of a decoder that has some."""
+        decoder = _read(self.config, "decoder") or _read(self.config, "decoder_config")
+        found = _read(decoder, "num_codebooks") or _read(decoder, "num_channels")
+        return found if isinstance(found, int) else 1
 
     def floats(self, *shape: int) -> torch.Tensor:
         """A tensor of the model's dtype whose rows differ: equal ones would hide from a rule what it depends on."""

@@ -35,6 +35,12 @@ def batched_images(facts: Facts) -> Inputs:
     return {"pixel_values": facts.floats(facts.batch, facts.channels, *facts.image_size)}
 
 
+def large_images(facts: Facts) -> Inputs:
+    """(images, channels, height, width), four times the configured size: for models that take images as crops."""
+    height, width = facts.image_size
+    return {"pixel_values": facts.floats(facts.batch, facts.channels, 4 * height, 4 * width)}
+
+
 def small_images(facts: Facts) -> Inputs:
     """(images, channels, height, width) of any size, and the sizes: for models that take images as they come."""
     height, width = 3 * facts.patch * facts.merge, 2 * facts.patch * facts.merge
@@ -94,6 +100,24 @@ def image_tiles(facts: Facts) -> Inputs:
     }
 
 
+def side_by_side(facts: Facts) -> Inputs:
+    """(1, channels, side, patches times side): all patches in a row, and per image how many there are."""
+    height, width = 2 * facts.merge, 4 * facts.merge
+    pixels = facts.floats(1, facts.channels, facts.patch, facts.batch * height * width * facts.patch)
+    return {"pixel_values": pixels, "target_sizes": _rows(facts, [height, width])}
+
+
+def plain_patches(facts: Facts) -> Inputs:
+    """(rows, patches, values of a patch)"""
+    return {"pixel_values": facts.floats(facts.batch, 6, facts.channels * facts.patch**2)}
+
+
+def patches_of_frames(facts: Facts) -> Inputs:
+    """(patches, frames, side, side, channels)"""
+    side = facts.patch
+    return {"pixel_values": facts.floats(3 * facts.batch, facts.temporal, side, side, facts.channels)}
+
+
 def packed_patches(facts: Facts) -> Inputs:
     """(rows, patches, values of a patch), with the height and width of each image in patches."""
     height, width = 3 * facts.merge, 2 * facts.merge
@@ -121,7 +145,8 @@ def positioned_patches(facts: Facts) -> Inputs:
 def flattened_patches(facts: Facts) -> Inputs:
     """(rows, patches, row and column and values of a patch)."""
     height, width = 3, 2
-    patches = facts.floats(facts.batch, height * width, 2 + facts.channels * facts.patch**2)
+    values = int(facts.vision("patch_embed_hidden_size", default=facts.channels * facts.patch**2))
+    patches = facts.floats(facts.batch, height * width, 2 + values)
     patches[..., 0] = torch.arange(1, height + 1, device=facts.device).repeat_interleave(width).to(patches.dtype)
     patches[..., 1] = torch.arange(1, width + 1, device=facts.device).repeat(height).to(patches.dtype)
     return {"flattened_patches": patches}
@@ -151,6 +176,32 @@ def video_grids(facts: Facts) -> Inputs:
     }
 
 
+def videos_side_by_side(facts: Facts) -> Inputs:
+    """All patches of all frames in a row, and per frame how many there are."""
+    made = side_by_side(facts)
+    return {"pixel_values_videos": made["pixel_values"], "target_sizes_videos": made["target_sizes"]}
+
+
+def short_video_grids(facts: Facts) -> Inputs:
+    """The same with one step of time, for models that put text between the frames."""
+    grid = [1, *_grid(facts)]
+    return {
+        **video_grids(facts),
+        "pixel_values_videos": _flat_patches(facts, grid),
+        "video_grid_thw": _rows(facts, grid),
+    }
+
+
+def frames_of_videos(facts: Facts) -> Inputs:
+    """(frames of all videos, patches, values of a patch), their columns and rows, and the frames of each video."""
+    images = positioned_patches(facts)
+    return {
+        "pixel_values_videos": images["pixel_values"],
+        "video_position_ids": images["image_position_ids"],
+        "num_frames_per_video": facts.ints(facts.batch),
+    }
+
+
 def positioned_videos(facts: Facts) -> Inputs:
     """(videos, frames, patches, values of a patch), with the column and row of each patch."""
     images = positioned_patches(facts)
@@ -172,6 +223,12 @@ def spectrogram_by_time(facts: Facts) -> Inputs:
     """(rows, time, frequencies)"""
     time = _short(facts)
     return _features(facts, facts.floats(facts.batch, time, _bins(facts)), time)
+
+
+def wide_spectrogram_by_time(facts: Facts) -> Inputs:
+    """(rows, time, frequencies) with 128 frequencies: what processors make where no configuration says how many"""
+    time = _short(facts)
+    return _features(facts, facts.floats(facts.batch, time, 128), time)
 
 
 def short_spectrogram(facts: Facts) -> Inputs:
@@ -211,6 +268,7 @@ FORMS: dict[str, list[Form]] = {
         Form(image_grids_unflattened, ("pixel_values", "image_grid_thw")),
         Form(image_tiles, ("pixel_values", "aspect_ratio_ids")),
         Form(packed_patches, ("pixel_values", "spatial_shapes")),
+        Form(side_by_side, ("pixel_values", "target_sizes")),
         Form(positioned_patches, ("pixel_values", "image_position_ids")),
         Form(positioned_patches, ("pixel_values", "pixel_position_ids")),
         Form(flattened_patches, ("flattened_patches",)),
@@ -224,9 +282,15 @@ FORMS: dict[str, list[Form]] = {
         Form(sized_images, ("pixel_values", "image_sizes")),
         Form(small_images, ("pixel_values",)),
         Form(video_as_images, ("pixel_values",)),
+        Form(plain_patches, ("pixel_values",)),
+        Form(patches_of_frames, ("pixel_values",)),
+        Form(large_images, ("pixel_values",)),
     ],
     "video": [
         Form(video_grids, ("pixel_values_videos", "video_grid_thw")),
+        Form(short_video_grids, ("pixel_values_videos", "video_grid_thw")),
+        Form(videos_side_by_side, ("pixel_values_videos", "target_sizes_videos")),
+        Form(frames_of_videos, ("pixel_values_videos", "num_frames_per_video")),
         Form(positioned_videos, ("pixel_values_videos", "video_position_ids")),
         Form(batched_videos, ("pixel_values_videos",)),
         Form(video_as_images, ("pixel_values",)),
@@ -236,6 +300,7 @@ FORMS: dict[str, list[Form]] = {
         Form(spectrogram, ("input_features",)),
         Form(short_spectrogram, ("input_features",)),
         Form(spectrogram_by_time, ("input_features",)),
+        Form(wide_spectrogram_by_time, ("input_features",)),
         Form(waveform, ("input_values",)),
         Form(waveform_channels, ("input_values",)),
         Form(values_by_time, ("input_values",)),
@@ -298,7 +363,15 @@ def _flat_patches(facts: Facts, grid: list[int]) -> torch.Tensor:
 def _bins(facts: Facts) -> int:
     """Frequencies of a spectrogram."""
     found = facts.audio(
-        *("num_mel_bins", "n_mels", "mel_bins", "feature_size", "input_feat_size", "feature_projection_input_dim"),
+        *(
+            "num_chroma",
+            "num_mel_bins",
+            "n_mels",
+            "mel_bins",
+            "feature_size",
+            "input_feat_size",
+            "feature_projection_input_dim",
+        ),
         *("input_feat_per_channel", "input_dim", "n_mel_channels"),
         default=80,
     )

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .beside import REQUIRED, add_beside, missing_ones
+from .beside import REQUIRED, add_beside, missing_ones, more_token_ids
 from .facts import Facts
 from .forms import FORMS, Form, arguments_of, forms_of
 from .shapes import Counts, run_for_shapes
@@ -70,6 +70,9 @@ def dummy_scenes(facts: Facts) -> Iterator[Inputs]:
     if text is not None:
         count += 1
         yield text
+        more = _other_texts(facts, text)
+        if more is not None:
+            yield more
     if not count:
         own = _of_the_class(facts) or text_scene(facts, check=False)
         if own is None:
@@ -101,6 +104,24 @@ def text_scene(facts: Facts, check: bool = True) -> Inputs | None:
     return None
 
 
+def _other_texts(facts: Facts, text: Inputs) -> Inputs | None:
+    """A call with all token ids that the model has arguments for, such as those of a protein beside a question."""
+    names = [name for name in facts.arguments if name.endswith("_input_ids") and name not in text]
+    if not names:
+        return None
+    inputs = dict(text)
+    for name in names:
+        inputs[name] = more_token_ids(facts, inputs, {})
+        mask = name.replace("input_ids", "attention_mask")
+        if mask in facts.arguments:
+            inputs[mask] = torch.ones_like(inputs[name])
+    try:
+        run_for_shapes(facts.model, inputs)
+    except Exception:  # whatever the model's own code raises on such a call
+        return None
+    return inputs
+
+
 def _of_the_class(facts: Facts) -> Inputs | None:
     """The dummy inputs that the model's class brings along, if the model runs with them."""
     try:
@@ -116,7 +137,9 @@ def _find_form(facts: Facts, modality: str) -> tuple[Form | None, Inputs]:
     forms, first = forms_of(facts, modality), None
     if not forms:
         return None, {}
-    for optional in ((), ("attention_mask",), tuple(REQUIRED)):
+    for optional in ((), ("attention_mask",), tuple(REQUIRED), ("input_ids",)):
+        if optional == ("input_ids",) and takes_ids_with_others(facts):
+            break  # they are in all of the above
         for form in forms:
             try:
                 return form, _consistent(facts, {modality: form}, optional)
@@ -140,7 +163,7 @@ def _consistent(facts: Facts, forms: dict[str, Form], optional: tuple[str, ...])
         if counts in tried:
             continue
         tried.append(counts)
-        inputs, places = with_text(facts, modal, counts)
+        inputs, places = with_text(facts, modal, counts, ids="input_ids" in optional)
         add_beside(facts, inputs, places, optional)
         lacking = missing_ones(facts, inputs)
         if lacking:
@@ -198,32 +221,46 @@ def placeholder(facts: Facts, modality: str) -> int | None:
     return None
 
 
-def with_text(facts: Facts, modal: Inputs, counts: Counts) -> tuple[Inputs, dict[str, torch.Tensor]]:
-    """These inputs with token ids, and by modality where the placeholder tokens are."""
+def takes_ids_with_others(facts: Facts) -> bool:
+    """Whether token ids go with images or audio: not where the class says that it takes no text."""
+    return "input_ids" in facts.arguments and not (facts.modalities and "text" not in facts.modalities)
+
+
+def with_text(facts: Facts, modal: Inputs, counts: Counts, ids: bool = False) -> tuple[Inputs, dict[str, torch.Tensor]]:
+    """These inputs with token ids, and by modality where the placeholder tokens are.
+
+    With ``ids``, also where the class says that it takes no text.
+    """
+    ids = "input_ids" in facts.arguments and (ids or not modal or takes_ids_with_others(facts))
+    inputs, places = _with_ids(facts, modal, counts) if ids else (dict(modal), {})
+    if "decoder_input_ids" in facts.arguments:
+        longest = facts.text("max_position_embeddings", "n_positions", "max_target_positions", default=0)
+        limit = facts.text("max_target_positions", default=longest) or facts.length
+        limit = min(facts.length, limit) if isinstance(limit, int) and limit > 0 else facts.length
+        rows = inputs["input_ids"].shape[0] if "input_ids" in inputs else facts.batch
+        inputs["decoder_input_ids"] = facts.ints(rows * facts.codebooks, limit, value=text_token(facts))
+    return inputs, places
+
+
+def _with_ids(facts: Facts, modal: Inputs, counts: Counts) -> tuple[Inputs, dict[str, torch.Tensor]]:
     inputs, places = dict(modal), {}
     longest = facts.text("max_position_embeddings", "n_positions", "max_target_positions", default=0)
     longest = longest if isinstance(longest, int) and longest > 0 else 0  # negative: no limit
     taken = sum(counts.values()) // facts.batch
     length = max(facts.length, taken + TEXT) if taken else facts.length
     length = min(length, max(longest, taken)) if longest else length
-    if "input_ids" in facts.arguments and not (modal and facts.modalities and "text" not in facts.modalities):
-        rows = facts.batch * (getattr(facts.config, "num_codebooks", None) or 1)  # some take a row per codebook
-        ids = facts.ints(rows, length, value=text_token(facts))
-        at = min(2, length - taken)
-        for modality, count in counts.items():
-            each = count // facts.batch
-            token = placeholder(facts, modality)
-            assert token is not None
-            mask = torch.zeros_like(ids, dtype=torch.bool)
-            mask[:, at : at + each] = True
-            ids[mask] = token
-            places[modality], at = mask, at + each
-        inputs["input_ids"] = ids
-    if "decoder_input_ids" in facts.arguments:
-        limit = facts.text("max_target_positions", default=longest) or facts.length
-        limit = min(facts.length, limit) if isinstance(limit, int) and limit > 0 else facts.length
-        rows = inputs["input_ids"].shape[0] if "input_ids" in inputs else facts.batch
-        inputs["decoder_input_ids"] = facts.ints(rows, limit, value=text_token(facts))
+    rows = facts.batch * (getattr(facts.config, "num_codebooks", None) or 1)  # some take a row per codebook
+    ids = facts.ints(rows, length, value=text_token(facts))
+    at = min(2, length - taken)
+    for modality, count in counts.items():
+        each = count // facts.batch
+        token = placeholder(facts, modality)
+        assert token is not None
+        mask = torch.zeros_like(ids, dtype=torch.bool)
+        mask[:, at : at + each] = True
+        ids[mask] = token
+        places[modality], at = mask, at + each
+    inputs["input_ids"] = ids
     return inputs, places
 
 

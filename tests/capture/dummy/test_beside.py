@@ -46,3 +46,31 @@ def test_kinds_of_tokens_need_placeholders() -> None:
     inputs: dict[str, Any] = {"input_ids": torch.ones(2, 5, dtype=torch.int64)}
     add_beside(Facts(Model(), 2, 8, torch.device("cpu")), inputs, {}, ())
     assert "mm_token_type_ids" not in inputs
+
+
+def test_images_of_another_part_have_its_size() -> None:
+    facts = Facts(Companion(), 2, 8, torch.device("cpu"))
+    inputs = {"pixel_values": torch.zeros(2, 3, 16, 16)}
+    add_beside(facts, inputs, {}, ())
+    assert inputs["high_res_pixel_values"].shape == (2, 3, 32, 32)
+    assert inputs["prompt_pixel_values"].shape == (2, 3, 16, 16)
+    text: dict[str, torch.Tensor] = {}
+    add_beside(facts, text, {}, ())
+    assert not text
+
+
+class High(SimpleNamespace):
+    """A configuration inside another one."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return vars(self)
+
+
+class Companion(nn.Module):
+    """Takes images for two more parts, of which one has a size of its own."""
+
+    config = SimpleNamespace(image_size=16, high_res_vision_config=High(image_size=32))
+
+    def forward(
+        self, pixel_values: Any = None, high_res_pixel_values: Any = None, prompt_pixel_values: Any = None
+    ) -> None: ...

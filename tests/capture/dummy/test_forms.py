@@ -77,3 +77,27 @@ def test_every_form_gives_its_marks(modality: str) -> None:
         assert all(isinstance(value, torch.Tensor) for value in made.values())
         if form.make is not forms.images_per_row:  # its mark is an argument beside it, too
             assert set(form.marks) <= made.keys()
+
+
+class Row(nn.Module):
+    """Takes the patches of images and videos in a row."""
+
+    config = SimpleNamespace(patch_size=4, spatial_merge_size=1, num_channels=3)
+    input_modalities = ("image", "video", "text")
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        pixel_values: Any = None,
+        target_sizes: Any = None,
+        pixel_values_videos: Any = None,
+        target_sizes_videos: Any = None,
+    ) -> None: ...
+
+
+@pytest.mark.parametrize(("modality", "suffix"), [("image", ""), ("video", "_videos")])
+def test_patches_in_a_row_agree_with_their_sizes(modality: str, suffix: str) -> None:
+    form = forms.forms_of(facts_of(Row()), modality)[0]
+    made = forms.arguments_of(facts_of(Row()), form)
+    pixels, sizes = made[f"pixel_values{suffix}"], made[f"target_sizes{suffix}"]
+    assert pixels.shape == (1, 3, 4, 4 * int(sizes.prod(1).sum())) and len(sizes) == 2

@@ -63,3 +63,35 @@ def test_what_cannot_be_derived_is_said_with_what_to_pass() -> None:
     with pytest.raises(NotDerived, match=r"Strange could be derived .*required: strange.*pixel_values of shape \(2, 3"):
         scenes_of(Strange())
     assert text_scene(Facts(Strange(), 2, 8, torch.device("cpu"))) is None
+
+
+class Reader(nn.Module):
+    """Reads a question, and a protein if there is one; its class says that it takes images alone."""
+
+    input_modalities = ("image",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(image_size=16, patch_size=8)
+        self.words, self.patches = nn.Embedding(8, 4), nn.Conv2d(3, 4, 8, 8)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        pixel_values: torch.Tensor | None = None,
+        protein_input_ids: torch.Tensor | None = None,
+        protein_attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        found = self.words(input_ids)
+        if pixel_values is not None:
+            found = found + self.patches(pixel_values).flatten(1).mean(1)[:, None, None]
+        if protein_input_ids is not None:
+            assert protein_attention_mask is not None
+            found = found + (self.words(protein_input_ids) * protein_attention_mask[..., None]).mean(1)[:, None]
+        return found
+
+
+def test_token_ids_go_with_images_where_the_model_needs_them() -> None:
+    image, text, protein = scenes_of(Reader())
+    assert image.keys() == {"pixel_values", "input_ids"} and text.keys() == {"input_ids"}
+    assert protein.keys() == {"input_ids", "protein_input_ids", "protein_attention_mask"}
