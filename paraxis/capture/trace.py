@@ -31,12 +31,16 @@ from ..compat.dynamo import (
     attribute_of_global,
     follow_side_effects,
     ignore_logging,
+    keep_sizes_in_text,
     note_required_gradients,
     source_of,
 )
 from ..compat.flex_attention import differentiate_on_cpu
+from ..compat.host_functions import HOST_FUNCTION, capture_host_functions
+from ..compat.packed_attention import capture_packed_attention
 from ..compat.transformers import always_mask_padding, install_output_hooks, logger_methods
 from ..errors import CaptureError, GraphBreak
+from ..rules import register_replicated
 from .mark_output import mark_output, mark_results
 from .required_gradients import REQUIRES_GRAD
 
@@ -104,6 +108,24 @@ _depth = 0
 _before: tuple[bool, bool] = (True, True)
 
 
+ADAPTATIONS = (
+    keep_sizes_in_text,
+    differentiate_on_cpu,
+    always_mask_padding,
+    capture_packed_attention,
+    capture_host_functions,
+)
+"""What libraries do in another way while Dynamo traces one of our entry points."""
+
+register_replicated(HOST_FUNCTION)
+
+
+def adapt_libraries() -> None:
+    """Adapt what is loaded by now. To be called before somebody notes what the classes of a model are like."""
+    for adapt in ADAPTATIONS:
+        adapt(is_tracing)
+
+
 @torch.compiler.assume_constant_result
 def begin_tracing() -> bool:
     """Dynamo runs this while it traces an entry point, and compiled code does not: its result is a constant."""
@@ -116,8 +138,7 @@ def begin_tracing() -> bool:
                 gc.disable()
                 torch.backends.mha.set_fastpath_enabled(False)
         _tracing.active = True
-        for adapt in (differentiate_on_cpu, always_mask_padding):  # here: a model may have imported them by now
-            adapt(is_tracing)
+        adapt_libraries()  # here: a model may have imported them by now
     return True
 
 
@@ -196,6 +217,7 @@ def capture(
         return stop
 
     ignore_loggers()
+    adapt_libraries()
     install_output_hooks(model)
     compiled = torch.compile(fresh_entry(forward=forward), fullgraph=True, backend=backend, dynamic=False)
     try:

@@ -8,6 +8,7 @@ of a class that they do not know answers no, so that its guard stays.
 
 from __future__ import annotations
 
+import dis
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +52,7 @@ __all__ = [
     "ignore_logging",
     "is_class_attribute_of_local",
     "is_training_flag",
+    "keep_sizes_in_text",
     "mark_maybe_dynamic",
     "name_inputs",
     "never_compile",
@@ -167,6 +169,71 @@ def follow_side_effects() -> None:
         self.__dict__["side_effects"] = side_effects
 
     proxy.side_effects = property(current, note)
+
+
+# -- sizes in messages ---------------------------------------------------------------------------------------------
+
+
+def keep_sizes_in_text(applies: Callable[[], bool]) -> None:
+    """Where ``applies()``, a string with a symbolic size in it is made when something reads it.
+
+    ``check(x.shape == y.shape, f"got {x.shape[0]}")`` makes its message in any case, and Dynamo specializes on the size
+    to do so: each size would be compiled by itself. Seen on torch 2.11 and 2.13.
+    """
+    from torch._dynamo import symbolic_convert
+    from torch._dynamo.variables import ConstantVariable, LazyVariableTracker
+    from torch._dynamo.variables.lazy import LazySymNodeFormatString
+    from torch._dynamo.variables.misc import StringFormatVariable
+
+    translator = symbolic_convert.InstructionTranslatorBase
+    build = translator.BUILD_STRING
+    if hasattr(build, "_before"):
+        return
+
+    constants = (ConstantVariable, *_subclasses(ConstantVariable))
+
+    class Text:
+        """What a string is made of, in the place of a size."""
+
+        def __init__(self, parts: list[Any]) -> None:
+            self.parts = parts
+
+        def evaluate_expr(self) -> str:
+            return "".join(str(part.as_python_constant()) for part in self.parts)
+
+    def is_size(part: Any) -> bool:
+        if type(part) is not LazyVariableTracker or part.is_realized():  # isinstance() would make the string
+            return False
+        return isinstance(part.peek_value(), LazySymNodeFormatString)
+
+    def build_string(self: Any, instruction: Any) -> None:
+        parts = self.stack[-instruction.arg :]
+        sizes, texts = [*filter(is_size, parts)], [p for p in parts if type(p) is StringFormatVariable]
+        known = len(sizes) + len(texts) + sum(type(p) in constants for p in parts)
+        if not sizes or known < len(parts) or any(p.sym_kwargs for p in texts) or not applies():
+            build(self, instruction)
+            return
+        self.popn(instruction.arg)
+        if not texts:
+            text = LazySymNodeFormatString(Text(parts), ConstantVariable.create(""))  # type: ignore[arg-type]
+            self.push(LazyVariableTracker.create(text, source=None))
+            return
+        pattern = "".join(p.format_string if p in texts else "{}" for p in parts)
+        arguments = [x for p in parts for x in (p.sym_args if p in texts else [p])]
+        self.push(StringFormatVariable(pattern, arguments, {}))
+
+    build_string._before = build  # type: ignore[attr-defined]
+    code = dis.opmap["BUILD_STRING"]
+    for cls in (translator, *_subclasses(translator)):
+        cls.BUILD_STRING = build_string
+        cls.dispatch_table[code] = build_string
+
+
+def _subclasses(cls: Any) -> Iterator[Any]:
+    found: list[Any] = cls.__subclasses__()
+    for each in found:
+        yield each
+        yield from _subclasses(each)
 
 
 # -- guards --------------------------------------------------------------------------------------------------------

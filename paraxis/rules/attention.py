@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..compat.packed_attention import PACKED_ATTENTION
 from ..placement import REPLICATE, SHARED, Layout, Placement, Shard
 from .base import Call, InputPlacement, Strategy, draws, is_one
 from .registry import builtin_rule
@@ -13,9 +14,12 @@ from .registry import builtin_rule
 aten = torch.ops.aten
 
 
-@builtin_rule(aten.scaled_dot_product_attention.default, samples="attention")
+@builtin_rule(aten.scaled_dot_product_attention.default, PACKED_ATTENTION, samples="attention")
 def attention(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Heads and batch may be sharded. With grouped queries, each rank needs the KV heads of its query heads."""
+    """Heads and batch may be sharded. With grouped queries, each rank needs the KV heads of its query heads.
+
+    The fourth tensor is a mask; of packed attention it says where sequences begin, and is replicated.
+    """
     query, key = call.inputs[:2]
     n = query.ndim
     seen: set[tuple[Placement, ...]] = set()

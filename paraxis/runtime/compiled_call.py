@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from ..capture.dynamic_shapes import mark_dynamic, mark_static
 from ..capture.required_gradients import check_required_gradients
-from ..capture.trace import end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
+from ..capture.trace import adapt_libraries, end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
 from ..compat.dynamo import CAPTURE_ERRORS, raise_recompile_limit
 from ..compat.torch import has_backward_hooks
 from ..compat.transformers import collector_as_global
@@ -71,6 +71,7 @@ class CompiledCall:
         forward: Callable[..., Any] | None = None,
     ) -> None:
         ignore_loggers()
+        adapt_libraries()
         raise_recompile_limit(RECOMPILE_LIMIT)
         self.module, self.ctx, self.config, self.name = module, ctx, config, name
         self.forward = forward

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 from torch._dynamo.source import (
     AttrSource,
@@ -173,3 +175,40 @@ def test_attributes_that_are_set_after_a_higher_order_operator_are_not_lost() ->
 
     x = torch.ones(3)
     assert torch.equal(torch.compile(forward, fullgraph=True, backend="eager")(x), 2 * x + x + 1)
+
+
+@pytest.fixture
+def sizes_kept_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adaptation in every trace; it may be there already, for traces of a parallel model."""
+    translator = torch._dynamo.symbolic_convert.InstructionTranslatorBase
+    before = getattr(translator.BUILD_STRING, "_before", translator.BUILD_STRING)
+    for cls in (translator, *compat._subclasses(translator)):
+        monkeypatch.setattr(cls, "BUILD_STRING", before)
+        monkeypatch.setattr(cls, "dispatch_table", list(cls.dispatch_table))
+    compat.keep_sizes_in_text(lambda: True)
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("sizes_kept_in_text")
+def test_a_size_in_a_message_is_not_specialized_on() -> None:
+    def check(condition: Any, message: str) -> None:
+        torch._check(condition)
+
+    def model(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        check(x.shape[0] == y.shape[0], f"got {x.shape[0]}")
+        check(x.shape[0] == y.shape[0], f"{y.shape[0]} and {x.sum()}, {3}")
+        return x + y
+
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for n in (3, 4, 5, 6):
+        assert torch.equal(compiled(torch.ones(n), torch.ones(n)), torch.full((n,), 2.0))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.usefixtures("sizes_kept_in_text")
+def test_a_size_in_a_string_that_is_read_has_its_value() -> None:
+    table = {"size 4": 1.0, "size 5": 2.0}
+    compiled = torch.compile(lambda x: x * table[f"size {x.shape[0]}"], fullgraph=True, backend="eager")
+    for n, factor in ((4, 1.0), (5, 2.0), (4, 1.0)):
+        assert torch.equal(compiled(torch.ones(n)), torch.full((n,), factor))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...compat.flex_attention import FlexAttention
+from ...compat.packed_attention import PACKED_ATTENTION
 from ...compat.transformers import grouped_mm_fallback
 from ..base import Sample
 from ..base import sample as call
@@ -157,6 +158,7 @@ def convolutions() -> list[Sample]:
 def attentions() -> list[Sample]:
     """With and without masks, with grouped queries, with dropout."""
     sdpa = aten.scaled_dot_product_attention.default
+    offsets = torch.tensor([0, 2, 4, 9])
     return [
         call(sdpa, f(2, 4, 6, 8), f(2, 4, 5, 8), f(2, 4, 5, 8)),
         call(sdpa, f(2, 4, 6, 8), f(2, 4, 6, 8), f(2, 4, 6, 4), None, 0.0, True),
@@ -169,6 +171,8 @@ def attentions() -> list[Sample]:
         call(sdpa, f(4, 6, 8), f(4, 5, 8), f(4, 5, 8)),
         call(sdpa, f(6, 8), f(5, 8), f(5, 8)),
         call(sdpa, f(2, 2, 6, 8), f(2, 2, 6, 8), f(2, 2, 6, 8), None, 0.5),
+        call(PACKED_ATTENTION, f(1, 4, 9, 8), f(1, 4, 9, 8), f(1, 4, 9, 6), offsets, None, False),
+        call(PACKED_ATTENTION, f(2, 8, 9, 8), f(2, 2, 9, 8), f(2, 2, 9, 8), offsets, 0.3, True),
     ]
 
 
