@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture.dummy.tiny_multimodal import IMAGE_TOKEN, llava, whisper
+from capture.dummy.tiny_multimodal import IMAGE_TOKEN, llava, whisper, with_grids
 from models.compare import gradient_errors, max_difference, parallel
 
 NEW = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -58,3 +58,59 @@ def test_towers_are_planned_by_the_plain_call(name: str, ranks: Any, tmp_path: P
     for found in ranks(2).run(compared, str(tmp_path), name):
         assert all(each.startswith(UNUSED) for each in found["unplanned"]) and found["fraction"] < 0.55
         assert max(found["outputs"]) < 1e-4 and found["gradients"] < 1e-3 and found["tokens"]
+
+
+# -- images of any size --------------------------------------------------------------------------------------------
+
+GRIDS = [(2, 4), (4, 4), (6, 2), (8, 10), (2, 2), (4, 8), (12, 6), (10, 10), (6, 8), (14, 4)]
+"""Height and width of ten images in patches, four of which become one token."""
+
+
+def grid_inputs(*grids: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """A call with images of these sizes."""
+    draw = torch.Generator().manual_seed(5)
+    pixels = torch.randn(sum(h * w for h, w in grids), 3 * 2 * 8 * 8, generator=draw)
+    rows = [5, 6]
+    for h, w in grids:
+        rows += [96, *[IMAGE_TOKEN] * (h * w // 4), 97]
+    ids = torch.tensor([[*rows, 7, 8, 9]])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == IMAGE_TOKEN).long(),
+        "pixel_values": pixels,
+        "image_grid_thw": torch.tensor([[1, h, w] for h, w in grids]),
+    }
+
+
+def sizes_compared(folder: str, name: str) -> dict[str, Any]:
+    torch._dynamo.reset()
+    unsharded = type(with_grids(name)).from_pretrained(folder, dtype=torch.float32).eval()
+    model, ctx = parallel(folder)
+    model.eval()
+    found: dict[str, Any] = {"unplanned": ctx.plan.unplanned, "errors": [], "compiled": []}
+    with torch.no_grad():
+        for grid in GRIDS:
+            inputs = grid_inputs(grid)
+            found["errors"].append(max_difference(model(**inputs).logits, unsharded(**inputs).logits))
+            found["compiled"].append(ctx.compile_times)
+    inputs = grid_inputs((4, 6), (2, 4))
+    for each in (model, unsharded):
+        each(**inputs).logits.square().mean().backward()
+    found["gradients"] = max(gradient_errors(model, unsharded).values())
+    found["tokens"] = torch.equal(model.generate(**inputs, **NEW), unsharded.generate(**inputs, **NEW))
+    found["breaks"] = ctx.plan.breaks
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("qwen2_vl", marks=pytest.mark.long), "qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.long)],
+)
+def test_a_new_image_size_compiles_nothing(name: str, ranks: Any, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with_grids(name).save_pretrained(tmp_path)
+    for found in ranks(2).run(sizes_compared, str(tmp_path), name, timeout=600):
+        assert not found["unplanned"] and not found["breaks"]
+        assert max(found["errors"]) < 1e-4 and found["gradients"] < 1e-3 and found["tokens"]
+        assert found["compiled"][-1] - found["compiled"][0] <= 3

@@ -46,6 +46,36 @@ def whisper() -> Any:
     return WhisperForConditionalGeneration(config).eval()
 
 
+def with_grids(name: str) -> Any:
+    """A model that takes images of any size as patches with a grid: ``qwen2_vl`` and those that follow it."""
+    import transformers
+
+    text = dict(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=128,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+    )
+    patches = dict(patch_size=8, temporal_patch_size=2, spatial_merge_size=2, num_heads=4, depth=2)
+    vision: dict[str, Any] = {
+        "qwen2_vl": dict(embed_dim=32, hidden_size=32, mlp_ratio=2),
+        "qwen2_5_vl": dict(hidden_size=32, out_hidden_size=32, window_size=32, fullatt_block_indexes=[1])
+        | dict(intermediate_size=64),
+        "qwen3_vl": dict(hidden_size=32, out_hidden_size=32, num_position_embeddings=16, deepstack_visual_indexes=[0])
+        | dict(intermediate_size=64),
+    }[name]
+    prefix = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[name]
+    tokens = dict(image_token_id=IMAGE_TOKEN, video_token_id=98, vision_start_token_id=96, vision_end_token_id=97)
+    config = getattr(transformers, f"{prefix}Config")(text_config=text, vision_config={**patches, **vision}, **tokens)
+    return getattr(transformers, f"{prefix}ForConditionalGeneration")(config).eval()
+
+
 def on_meta(build: Any, **fields: Any) -> Any:
     """The model without weights."""
     with torch.device("meta"):
