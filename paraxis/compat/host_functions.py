@@ -141,8 +141,8 @@ def _tokens(plain: Callable[..., Any]) -> Describe:
         if model not in axes_of:
             try:
                 with disable_dispatch_modes():  # Dynamo's fake tensors have no values
-                    given = dict.fromkeys(text, torch.zeros(1, 2, dtype=torch.int64))
-                    axes_of[model] = int(plain(model, **given)[0].shape[0])
+                    passed = dict.fromkeys(text, torch.zeros(1, 2, dtype=torch.int64))
+                    axes_of[model] = int(plain(model, **passed)[0].shape[0])
             except Exception:  # it does not take text alone
                 axes_of[model] = 3
         return axes_of[model]
@@ -194,8 +194,8 @@ def _adapted(function: _Function, applies: Callable[[], bool]) -> Callable[..., 
         if not applies():
             return plain(*args, **kwargs)
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        given = arguments.pop("kwargs", None)
-        if given is not None and any(name in given for name in precomputed):
+        caller = arguments.pop("kwargs", None)
+        if caller is not None and any(name in caller for name in precomputed):
             return plain(*args, **kwargs)
         owner = id(arguments.pop("self")) if "self" in arguments else 0  # torch 2.11 takes no objects as constants
         tensors = [name for name, value in arguments.items() if isinstance(value, Tensor)]

@@ -178,7 +178,7 @@ def test_attributes_that_are_set_after_a_higher_order_operator_are_not_lost() ->
 
 
 @pytest.fixture
-def sizes_kept_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def sizes_stay_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adaptation in every trace; it may be there already, for traces of a parallel model."""
     translator = torch._dynamo.symbolic_convert.InstructionTranslatorBase
     before = getattr(translator.BUILD_STRING, "_before", translator.BUILD_STRING)
@@ -189,7 +189,7 @@ def sizes_kept_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.usefixtures("sizes_kept_in_text")
+@pytest.mark.usefixtures("sizes_stay_in_text")
 def test_a_size_in_a_message_is_not_specialized_on() -> None:
     def check(condition: Any, message: str) -> None:
         torch._check(condition)
@@ -206,7 +206,7 @@ def test_a_size_in_a_message_is_not_specialized_on() -> None:
     assert counter.frame_count == 2
 
 
-@pytest.mark.usefixtures("sizes_kept_in_text")
+@pytest.mark.usefixtures("sizes_stay_in_text")
 def test_a_size_in_a_string_that_is_read_has_its_value() -> None:
     table = {"size 4": 1.0, "size 5": 2.0}
     compiled = torch.compile(lambda x: x * table[f"size {x.shape[0]}"], fullgraph=True, backend="eager")
