@@ -78,6 +78,7 @@ __all__ = [
     "overload_name",
     "overload_of",
     "packet_name",
+    "plain_torch_function",
     "pytree",
     "register_ordered_effect",
     "schema_of",
@@ -148,6 +149,8 @@ def operator_database() -> list[Any]:
 
 # -- tensor subclasses and storages --------------------------------------------------------------------------------
 
+plain_torch_function: Any = torch._C._disabled_torch_function_impl
+"""What a subclass has as ``__torch_function__`` whose operators are all found by dispatch."""
 make_wrapper_subclass: Callable[..., torch.Tensor] = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
 """A tensor subclass without storage of its own, as ``torch.utils._python_dispatch`` tells authors to create it."""
 
