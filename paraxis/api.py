@@ -22,7 +22,7 @@ from .runtime.check_ranks import setup_checks
 from .runtime.compiled_call import CompiledCall, plan_by_running
 from .runtime.model_methods import install_model_methods
 from .runtime.redirect_forward import compiled_call_of
-from .weights.build import attach, build_on_ranks
+from .weights.build import attach, build_on_ranks, quantize_by_configuration
 from .weights.hub import check_transformers_version, resolve_checkpoint
 from .weights.map_weights import check_same_values, map_weights
 from .weights.materialize import materialize_parameters
@@ -99,6 +99,7 @@ def parallelize_model(
     if skip_load_weights:
         for parameter in parallel_ctx.param_cache.values():
             parameter.spec.source = None  # type: ignore[attr-defined]
+        quantize_by_configuration(model, parallel_ctx)
     elif folder is not None:
         map_weights(model, folder, parallel_ctx, use_cache=config.cache_plans, variant=options.variant)
     check_same_values(parallel_ctx)

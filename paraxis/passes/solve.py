@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 from torch.fx import GraphModule, Node
@@ -16,6 +18,7 @@ from ..solver import (
     Account,
     Candidates,
     CostModel,
+    Encoded,
     Program,
     Requirements,
     Solution,
@@ -97,7 +100,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
         names = {node: p.name for node, p in parameters.items()}
         marked = any(n.target is mark_output_op for n in aten.graph.nodes)
         world = max(ctx.world_size, 2)
-        program = Program(aten, names, fixed, world)
+        program = Program(aten, names, fixed, world, encodings_of(parameters))
         keep = marked or not config.gather_outputs
         model = cost_model(ctx, config, world)
         required = Requirements(
@@ -146,6 +149,16 @@ class ParallelAxisSolverPass(AnalyzeBase):
                     "placement": outputs[0],
                     "parallel": not isinstance(outputs[0], Replicate),
                 }
+
+
+def encodings_of(parameters: Mapping[Node, ParameterInput]) -> dict[Node, Encoded]:
+    """What the solver has to know of the parameters that are quantized."""
+    found = {}
+    for node, parameter in parameters.items():
+        weight = parameter.meta.quantized if parameter.meta is not None else None
+        if weight is not None:
+            found[node] = Encoded(weight.nbytes(REPLICATE, 0) / max(prod(weight.shape), 1), weight.units)
+    return found
 
 
 def cost_model(ctx: ParallelExecutionCtx, config: Config, world: int) -> CostModel:

@@ -21,6 +21,7 @@ from ..capture import mark_output_op
 from ..compat.torch import TorchDispatchMode
 from ..compat.transformers import batched_experts
 from ..placement import Placement, local_shape
+from ..tensor.parameter_meta import ParameterMeta
 from .plan import Memory, Plan
 from .quantized import quantization_note
 
@@ -160,8 +161,7 @@ def memory_of(
     """
 
     def shard_bytes(names: list[str], rank: int) -> int:
-        shards = ((parameters[n].dtype.itemsize, plan.parameters[n]) for n in names)
-        return sum(size * prod(local_shape(p.placement, p.global_shape, rank)) for size, p in shards)
+        return sum(shard_bytes_of(parameters[n], plan.parameters[n].placement, rank) for n in names)
 
     ranks = range(plan.world_size)
     trained = [n for n in plan.parameters if parameters[n].requires_grad] if sizes.train else []
@@ -186,10 +186,16 @@ def memory_of(
         activations_error=usage if isinstance(usage, str) else "",
         seconds=seconds,
         communication=communication,
-        quantization=quantization_note(
-            getattr(model, "config", None), plan, {n: parameters[n].dtype for n in plan.parameters}
-        ),
+        quantization=quantization_note(getattr(model, "config", None), parameters.values()),
     )
+
+
+def shard_bytes_of(parameter: Any, placement: Placement, rank: int) -> int:
+    """The bytes of a rank's shard of a parameter: as encoded, if it is quantized."""
+    meta = getattr(parameter, "spec", None)
+    if isinstance(meta, ParameterMeta) and meta.quantized is not None:
+        return meta.quantized.nbytes(placement, rank)
+    return prod(local_shape(placement, parameter.shape, rank)) * int(parameter.dtype.itemsize)
 
 
 def cache_placements(solved: Solved) -> dict[CacheTensor, Placement]:

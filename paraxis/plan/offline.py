@@ -24,7 +24,7 @@ from ..passes.base import PassBase
 from ..passes.build import build_program
 from ..passes.pipeline import build_parallel_pass_pipeline
 from ..passes.solve import Solved
-from ..weights.build import attach, build_on_meta
+from ..weights.build import attach, build_on_meta, quantize_by_configuration
 from .activations import Usage, call_inputs, measure_usage
 from .apply import apply_plan
 from .make import NotOneGraph, Searched, search_plan
@@ -135,6 +135,7 @@ def plan_offline(
             with ctx.timed("build"):
                 model = build_on_meta(model, torch_dtype, kwargs)
         attach(model, ctx)
+        quantize_by_configuration(model, ctx, known_only=True)
         searched = search_plan(model, ctx, config, examples)
         if isinstance(searched, NotOneGraph):
             raise CaptureError(

@@ -94,7 +94,7 @@ class Memory:
         activations_error: Why the activations are unknown, if they were requested.
         seconds: Estimated seconds of a forward pass of ``batch`` × ``context`` tokens; None if unknown.
         communication: Estimated seconds of these in collectives.
-        quantization: What the checkpoint stores, if it is quantized; the other figures are for unquantized weights.
+        quantization: How the weights are quantized, if they are.
     """
 
     parameters: int

@@ -1,86 +1,40 @@
-"""What the configuration of a quantized checkpoint says about its size.
-
-Paraxis reads no quantized weights: a plan, and its memory, are those of the model in the dtype it is built with. That
-has to be said, with the size as stored where the format is known.
-"""
+"""What a plan says about quantized parameters: how many there are, and what a weight takes with its scales."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from fnmatch import fnmatch
+from collections import Counter
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
-from ..placement import local_shape
-from ..utils.sizes import size_text
-from .plan import Plan
-
-BITS = {"fp8": 8, "fbgemm_fp8": 8, "finegrained_fp8": 8, "mxfp4": 4, "eetq": 8}
-"""Bits per quantized weight of methods that have one format only."""
+from ..placement import REPLICATE
+from ..tensor.parameter_meta import ParameterMeta
+from ..weights.quantized.registry import config_data, method_of
 
 
-def quantization_of(config: Any) -> tuple[str, int | None] | None:
-    """The method of a configuration and its bits per weight (None if it does not say); None if not quantized."""
-    found = getattr(config, "quantization_config", None)
-    if found is None:
-        return None
-    data: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
-    method = str(getattr(data.get("quant_method"), "value", data.get("quant_method") or "unknown method"))
-    bits = data.get("bits") or BITS.get(method)
-    if data.get("load_in_4bit") or data.get("load_in_8bit"):
-        bits = 4 if data.get("load_in_4bit") else 8
-    for group in (data.get("config_groups") or {}).values():  # compressed-tensors
-        bits = bits or (group.get("weights") or {}).get("num_bits")
-    return method, bits if isinstance(bits, int) else None
-
-
-def quantization_note(config: Any, plan: Plan, dtypes: Mapping[str, Any]) -> str:
-    """A sentence about the stored size of a quantized checkpoint; empty if it is not quantized.
+def quantization_note(config: Any, parameters: Iterable[Any]) -> str:
+    """A sentence about the quantization of a model; empty if it is not quantized.
 
     Args:
         config: The model's configuration.
-        plan: The plan, for the shards of a rank.
-        dtypes: The dtype of every parameter in the model, by name.
+        parameters: Its parameters.
     """
-    found = quantization_of(config)
-    if found is None:
+    data = config_data(config)
+    if data is None:
         return ""
-    method, bits = found
-    largest = max(set(dtypes.values()), key=lambda dtype: sum(d == dtype for d in dtypes.values()), default=None)
-    figures = f"these figures are for weights in {str(largest).removeprefix('torch.')}, since Paraxis reads no others"
-    if bits is None:
-        return f"the checkpoint is quantized ({method}): {figures}"
-    skipped = _not_converted(config)
-    quantized = {
-        f"{layer.name}.weight"
-        for layer in plan.layers
-        if layer.kind == "linear" and not any(_matches(layer.name, name) for name in skipped)
-    }
-
-    def stored(rank: int) -> float:
-        return sum(
-            prod(local_shape(p.placement, p.global_shape, rank))
-            * (bits / 8 if name in quantized else dtypes[name].itemsize)
-            for name, p in plan.parameters.items()
+    method, everything = method_of(data), list(parameters)
+    metas = [p.spec for p in everything if isinstance(getattr(p, "spec", None), ParameterMeta)]
+    quantized = [meta for meta in metas if meta.quantized is not None]
+    if not quantized:
+        dtypes = Counter(p.dtype for p in everything)
+        largest = str(dtypes.most_common(1)[0][0]).removeprefix("torch.") if dtypes else "another dtype"
+        return (
+            f"the checkpoint is quantized ({method}), which Paraxis cannot read: these figures are for weights in "
+            f"{largest}"
         )
-
-    size = size_text(max(stored(rank) for rank in range(plan.world_size)))
+    size = sum(meta.quantized.nbytes(REPLICATE, 0) for meta in quantized if meta.quantized is not None)
+    bits = 8 * size / max(sum(prod(meta.shape) for meta in quantized), 1)
     return (
-        f"the checkpoint is quantized ({method}, {bits} bits per weight of linear layers: parameters of about {size} "
-        f"per rank as stored, without scales): {figures}"
+        f"{len(quantized)} of {len(everything)} parameters are quantized ({method}, {bits:.3g} bits per weight with "
+        "their scales)"
     )
-
-
-def _not_converted(config: Any) -> list[str]:
-    """The modules that the configuration leaves unquantized; without a list, by convention the output layer."""
-    found = config.quantization_config
-    data: Mapping[str, Any] = found if isinstance(found, Mapping) else found.to_dict()
-    names = data.get("modules_to_not_convert") or data.get("ignore") or data.get("ignored_layers")
-    return [str(name) for name in names] if names else ["lm_head"]
-
-
-def _matches(module: str, name: str) -> bool:
-    """Whether a module is, or is in, a module of the list; names may leave out the front, or have wildcards."""
-    name = name.removeprefix("re:").replace(".*", "*") if name.startswith("re:") else name
-    inner = f".{module}."
-    return fnmatch(module, name) or f".{name}." in inner

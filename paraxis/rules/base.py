@@ -36,11 +36,15 @@ InputPlacement = Placement | Unplaced
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor argument in an operator call: its position among the tensor inputs, shape and dtype."""
+    """A tensor argument in an operator call: its position among the tensor inputs, shape and dtype.
+
+    ``itemsize``: the bytes of an element in memory, where they are not those of the dtype (a quantized parameter).
+    """
 
     index: int
     shape: tuple[Any, ...]
     dtype: torch.dtype
+    itemsize: float | None = None
 
     @property
     def ndim(self) -> int:

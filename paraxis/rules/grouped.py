@@ -15,7 +15,7 @@ from .registry import builtin_rule
 aten = torch.ops.aten
 
 
-def _operators() -> list[Any]:
+def operators() -> list[Any]:
     """torch's operator, and the one transformers falls back to where torch has no kernel."""
     found: list[Any] = [aten._grouped_mm.default] if hasattr(aten, "_grouped_mm") else []
     fallback = grouped_mm_fallback()
@@ -39,7 +39,7 @@ def _aligned_rows(call: Call) -> Structures:
     return found
 
 
-@builtin_rule(*_operators(), samples="grouped", free=True, structures=_aligned_rows)
+@builtin_rule(*operators(), samples="grouped", free=True, structures=_aligned_rows)
 def grouped_mm(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
     """``x[rows of e] @ w[e]``: tensor parallelism of every expert, column-parallel or row-parallel."""
     if len(call.inputs) != 3 or call.inputs[0].ndim != 2 or call.inputs[1].ndim != 3:

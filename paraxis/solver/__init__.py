@@ -7,7 +7,7 @@ from .constrained import Requirements, solve
 from .constraints import Constraint
 from .cost import CostModel
 from .machine import PRESETS, Link, Machine, machine_of
-from .program import Program, Step, Value
+from .program import Encoded, Program, Step, Value
 from .search import search
 from .solution import Solution, Unsatisfiable, on_one_rank
 from .structure import Candidates
@@ -19,6 +19,7 @@ __all__ = [
     "Constraint",
     "ConstraintError",
     "CostModel",
+    "Encoded",
     "Link",
     "Machine",
     "Permit",

@@ -82,11 +82,11 @@ def account(program: Program, solution: Solution, model: CostModel) -> Account:
     return total
 
 
-def _size(value: Value) -> int:
+def _size(value: Value, itemsize: float | None = None) -> int:
     """The bytes of a full tensor."""
     tensors = [t for t in pytree.tree_leaves(tensor_of(value.node)) if isinstance(t, torch.Tensor)]
     tensor = tensors[value.index]
-    return prod((hint(n) for n in tensor.shape), start=1) * tensor.dtype.itemsize
+    return round(prod((hint(n) for n in tensor.shape), start=1) * (itemsize or tensor.dtype.itemsize))
 
 
 def parameter_bytes(program: Program, solution: Solution, model: CostModel, repeats: Mapping[str, int]) -> int:
@@ -98,5 +98,7 @@ def parameter_bytes(program: Program, solution: Solution, model: CostModel, repe
     for value, name in program.parameters.items():
         placement = solution.parameters.get(value, REPLICATE)
         fraction = 1.0 if isinstance(placement, Replicate) else model.fraction(placement)
-        total += fraction * _size(value) * repeats.get(name, 1)
+        encoded = program.encodings.get(value)
+        size = _size(value) if encoded is None else _size(value, encoded.itemsize)
+        total += fraction * size * repeats.get(name, 1)
     return int(total)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..placement import PARTIAL, REPLICATE, SHARED, Partial, Placement, Shard
+from ..placement.blocks import is_granular
 from ..rules import (
     UNPLACED,
     Call,
@@ -100,14 +101,14 @@ class Choices:
         if step.impure:
             yield from self._copies_in_place(step, call, inputs)
             return
-        yield from (s for s in self._by_rule(call, inputs) if step.home is None or self._stays(step.home, s))
+        yield from (s for s in self._by_rule(step, call, inputs) if step.home is None or self._stays(step.home, s))
 
     def _stays(self, home: Value, strategy: Strategy) -> bool:
         """Whether a strategy that writes into an input leaves the placement of that input unchanged."""
         placement = self.program.placements.get(home, REPLICATE)
         return strategy.inputs[0] == placement and strategy.outputs[0] == placement
 
-    def _by_rule(self, call: Call, inputs: tuple[InputPlacement, ...]) -> Iterable[Strategy]:
+    def _by_rule(self, step: Step, call: Call, inputs: tuple[InputPlacement, ...]) -> Iterable[Strategy]:
         rule = rule_for(call.target)
         if rule is None:
             return
@@ -121,7 +122,7 @@ class Choices:
                 options.append([placement])
         for combination in product(*options):
             for strategy in rule(call, combination):
-                if self._fits(call, strategy):
+                if self._fits(call, strategy) and self._keeps_units(step, call, strategy):
                     yield share(call, strategy)
 
     def _copies_in_place(self, step: Step, call: Call, inputs: tuple[InputPlacement, ...]) -> Iterable[Strategy]:
@@ -141,6 +142,18 @@ class Choices:
     def _fits(self, call: Call, strategy: Strategy) -> bool:
         pairs = [*zip(call.inputs, strategy.inputs, strict=True), *zip(call.outputs, strategy.outputs, strict=True)]
         return all(x.fits(tensor.shape[d]) for tensor, p in pairs if isinstance(p, Shard) for d, x in p.layouts)
+
+    def _keeps_units(self, step: Step, call: Call, strategy: Strategy) -> bool:
+        """Whether no quantized parameter is cut inside of what cannot be separated, such as two codes of a byte."""
+        for value, tensor, placement in zip(step.inputs, call.inputs, strategy.inputs, strict=True):
+            encoded = self.program.encodings.get(value)
+            if encoded is None or not isinstance(placement, Shard):
+                continue
+            for dim, layout in placement.layouts:
+                unit = encoded.units.get(dim, (1, 1))[0]
+                if unit > 1 and not is_granular(layout, tensor.shape[dim], unit):
+                    return False
+        return True
 
     # -- prices ------------------------------------------------------------------------------------------------
 

@@ -159,4 +159,6 @@ def numel(tensor: Tensor) -> int:
 
 def nbytes(tensor: Tensor) -> int:
     """The number of bytes; symbolic sizes count with their hints."""
+    if tensor.itemsize is not None:
+        return round(numel(tensor) * tensor.itemsize)
     return numel(tensor) * tensor.dtype.itemsize

@@ -15,6 +15,9 @@ from ..graph.mutation import IN_PLACE, written_input
 from ..placement import Placement
 from ..rules import Call, Tensor
 
+aten = torch.ops.aten
+_UNCHANGED = {aten.clone.default, aten.contiguous.default, aten.alias.default, aten.detach.default}
+
 
 @dataclass(frozen=True)
 class Value:
@@ -45,6 +48,19 @@ class Step:
         return Value(node) if node is not None else None
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """What the solver knows of a quantized parameter.
+
+    Attributes:
+        itemsize: Bytes per element, scales included.
+        units: By dimension: (indices that cannot be separated, indices that have one scale).
+    """
+
+    itemsize: float
+    units: Mapping[int, tuple[int, int]]
+
+
 class Program:
     """Steps, leaves and parameters of an ATen graph.
 
@@ -53,6 +69,7 @@ class Program:
         parameters: Placeholder (or attribute) nodes that are parameters, with their names.
         placements: Known placements of leaves; other leaves are replicated.
         world: The number of ranks.
+        encodings: Parameters that are quantized: what they take, and in which units they are split.
     """
 
     def __init__(
@@ -61,8 +78,10 @@ class Program:
         parameters: Mapping[Node, str],
         placements: Mapping[Node, Placement],
         world: int,
+        encodings: Mapping[Node, Encoded] | None = None,
     ) -> None:
         self.graph = graph
+        self.encodings = {Value(node): encoded for node, encoded in (encodings or {}).items()}
         self.parameters = {Value(node): name for node, name in parameters.items()}
         self.placements = {Value(node): placement for node, placement in placements.items()}
         self.world = world
@@ -82,11 +101,23 @@ class Program:
         for step in self.steps:
             if step.inputs and self.weights.issuperset(step.inputs):
                 self.weights.update(step.outputs)
+        for step in self.steps:
+            self._follow_encoding(step)
         self.learned = set(self.parameters)
         """Parameters and all values that depend on one: those that have a gradient in training."""
         for step in self.steps:
             if not self.learned.isdisjoint(step.inputs):
                 self.learned.update(step.outputs)
+
+    def _follow_encoding(self, step: Step) -> None:
+        """A transposed quantized parameter is split in the same units."""
+        encoded = self.encodings.get(step.inputs[0]) if step.call is not None and len(step.inputs) == 1 else None
+        if encoded is None or step.call is None:
+            return
+        order = permutation(step.call)
+        if order is not None:
+            units = {i: encoded.units[dim] for i, dim in enumerate(order) if dim in encoded.units}
+            self.encodings[step.outputs[0]] = Encoded(encoded.itemsize, units)
 
     def _add(self, node: Node) -> None:
         results = node.meta.get("val")
@@ -101,7 +132,9 @@ class Program:
                 return arg.meta.get("val", arg) if isinstance(arg, Node) else arg
             fake = tensor_of(arg)
             inputs.append(value_of(arg))
-            specs.append(Tensor(len(specs), tuple(fake.shape), fake.dtype))
+            encoded = self.encodings.get(inputs[-1])
+            itemsize = None if encoded is None else encoded.itemsize
+            specs.append(Tensor(len(specs), tuple(fake.shape), fake.dtype, itemsize))
             return specs[-1]
 
         args, kwargs = pytree.tree_map(abstract, (tuple(node.args), dict(node.kwargs)))
@@ -109,6 +142,22 @@ class Program:
         call = Call(node.target, args, kwargs, tuple(specs), outputs, world=self.world)
         values = tuple(Value(node, i) for i in range(len(tensors)))
         self.steps.append(Step(node, call, tuple(inputs), values))
+
+
+def permutation(call: Call) -> list[int] | None:
+    """Which dimension of its input each dimension of a result is, for operators that permute dimensions."""
+    ndim = call.inputs[0].ndim
+    order = list(range(ndim))
+    if call.target is aten.permute.default:
+        return [dim % ndim for dim in call.args[1]]
+    if call.target is aten.transpose.int:
+        a, b = call.args[1] % ndim, call.args[2] % ndim
+        order[a], order[b] = b, a
+        return order
+    if call.target in (aten.t.default, aten.numpy_T.default, aten.mT.default) and ndim >= 2:
+        order[-1], order[-2] = order[-2], order[-1]
+        return order
+    return order if call.target in _UNCHANGED else None
 
 
 def tensor_of(node: Node) -> Any:

@@ -16,6 +16,7 @@ import torch
 
 from ..placement import REPLICATE, Layout, Placement, Shard
 from ..rules import Call, Rule, rule_for, structures_for
+from ..rules.grouped import operators as grouped_operators
 from ..rules.split import bounds, pieces, stride
 from ..rules.view import groups
 from .program import Program, Step, Value
@@ -38,6 +39,17 @@ _RESHAPES = {
     aten.flatten.using_ints,
     aten.unflatten.int,
 }
+_CONTRACTED = {
+    aten.linear.default: (0, 1, 1),
+    aten.addmm.default: (1, 2, 0),
+    aten.mm.default: (0, 1, 0),
+    aten.matmul.default: (0, 1, -2),
+    aten.bmm.default: (0, 1, 1),
+}
+_CONTRACTED |= dict.fromkeys(grouped_operators(), (0, 1, 1))
+"""Matmuls: the positions of the data and of the weight, and the dimension of the weight that is contracted."""
+MAX_IMBALANCE = 1.25
+"""How much more than its share a rank may have, so that no group of a quantized weight is on two ranks."""
 _SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split", "unbind")
 
 
@@ -45,7 +57,7 @@ class Candidates:
     """The candidate layouts of every parameter dimension of a program."""
 
     def __init__(self, program: Program) -> None:
-        self.world = program.world
+        self.world, self._encodings = program.world, program.encodings
         self._demands: dict[Value, dict[int, list[Structure]]] = defaultdict(dict)
         for step in reversed(program.steps):
             if step.call is not None:
@@ -96,8 +108,27 @@ class Candidates:
             self._split_by_index(step, call, dim)
         if call.target not in _RESHAPES and any(self._demands.get(v) for v in step.outputs):
             self._visit_any(step, call)
+        self._visit_encoded(step, call)
         for (i, dim), structures in structures_for(call).items():  # what the rule requires
             self._add(step.inputs[i], dim, structures)
+
+    def _visit_encoded(self, step: Step, call: Call) -> None:
+        """The inputs of a layer with a quantized weight are split between groups, where that is nearly even."""
+        if call.target not in _CONTRACTED or not self._encodings:
+            return
+        x, w, w_dim = _CONTRACTED[call.target]
+        encoded = self._encodings.get(step.inputs[w])
+        last = call.inputs[x].ndim - 1
+        size = call.inputs[x].shape[last]
+        if encoded is None or not isinstance(size, int):
+            return
+        unit, block = encoded.units.get(w_dim % call.inputs[w].ndim, (1, 1))
+        if 1 < block < size and size % block == 0 and block % unit == 0:
+            blocks = size // block
+            if -(-blocks // self.world) * self.world <= MAX_IMBALANCE * blocks:
+                unit = block
+        if unit > 1 and size % unit == 0:
+            self._add(step.inputs[x], last, [((size, unit),)])
 
     def _visit_reshape(self, step: Step, call: Call) -> None:
         """One dimension unflattened: each factor may be the one to split, the outermost first."""

@@ -6,13 +6,16 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from ..distributed.dp_shard import DPShard
 from ..placement import Placement
+
+if TYPE_CHECKING:
+    from .quantized import QuantizedWeight
 
 
 class GradientReduction(Protocol):
@@ -67,6 +70,7 @@ class ParameterMeta:
         dp_shard: How data-parallel ranks divide the shard between them (FSDP), if they do.
         world_group: All ranks that hold shards or copies of it: those of the mesh.
         grad_reducer: Reduces its gradient over data-parallel ranks that hold copies of it (DDP).
+        quantized: How it is quantized, if it is: its shard is then encoded.
     """
 
     name: str = ""
@@ -85,6 +89,7 @@ class ParameterMeta:
     dp_shard: DPShard | None = field(default=None, repr=False)
     world_group: dist.ProcessGroup | None = field(default=None, repr=False)
     grad_reducer: GradientReduction | None = field(default=None, repr=False)
+    quantized: QuantizedWeight | None = field(default=None, repr=False)
 
     @property
     def split(self) -> DPShard | None:

@@ -25,6 +25,8 @@ from .pretrained_options import (
     names_of_options,
     split_pretrained_options,
 )
+from .quantized.parameters import mark_by_configuration
+from .quantized.registry import quantization_of
 from .weight_map import collect_weight_map, float_dtype
 
 
@@ -122,6 +124,16 @@ def dtype_of(dtype: torch.dtype | str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype={dtype!r} is not a dtype; use for example torch.bfloat16, 'bfloat16' or 'auto'")
     return found
+
+
+def quantize_by_configuration(model: nn.Module, ctx: ParallelExecutionCtx, known_only: bool = False) -> None:
+    """Note which parameters are quantized according to the model's configuration, where no checkpoint says it.
+
+    ``known_only``: leave the parameters as they are if the method is not known.
+    """
+    quantization = quantization_of(getattr(model, "config", None), known_only)
+    if quantization is not None:
+        mark_by_configuration(model, ctx.param_cache, quantization)
 
 
 def attach(model: nn.Module, ctx: ParallelExecutionCtx, dtype: Any = None) -> None:

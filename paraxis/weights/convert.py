@@ -6,7 +6,7 @@ which parameters a recipe produces and whether they fit, and reads only the tens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,6 +48,10 @@ class Conversion:
     def keys(self) -> list[str]:
         """All keys of the checkpoint that are read for it."""
         return [key for several in self.sources.values() for key in several]
+
+    def plain(self, quantized: Container[str]) -> bool:
+        """Whether its parameters are not quantized."""
+        return not any(name in quantized for name in self.targets)
 
     def run(self, read: Read) -> dict[str, torch.Tensor]:
         """The full parameters, from the tensors that ``read`` returns for keys of the checkpoint."""

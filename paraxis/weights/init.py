@@ -15,7 +15,10 @@ from torch import nn
 from ..compat.transformers import init_weights_of, keys_to_ignore_on_load, keys_to_ignore_on_save
 from ..distributed.consensus import all_gather_object
 from ..distributed.redistribute import slice_box
+from ..tensor.parameter_meta import ParameterMeta
 from .load import _finish, _meta_of, storage_placement
+from .partial_recipes import Index
+from .quantized.load import load_quantizing
 
 
 def initialize_parameters(
@@ -47,13 +50,39 @@ def initialize_parameters(
             meta = _meta_of(param)
             if not meta.need_initialize:
                 continue
-            torch.manual_seed(_seed_of(meta.name, seed))
-            full = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
-            _fill(full, meta.name, meta.init_fn, init_fn)
+            full = _initialized(meta, init_fn, seed)
             part = slice_box(full, *storage_placement(meta, rank))
             shard = torch.empty(part.shape, dtype=meta.dtype, device=device).copy_(part)
             del full, part
             _finish(param, meta, shard, rank, None)
+
+
+def initialize_quantized(
+    params: Mapping[str, nn.Parameter],
+    init_fn: Callable[[torch.Tensor], Any],
+    seed: int,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """Initialize parameters that are then quantized: each has the values that it has without quantization."""
+
+    def dense(name: str, index: Index) -> torch.Tensor:
+        full = _initialized(_meta_of(params[name]), init_fn, seed)
+        for dim, ranges in enumerate(index):
+            if ranges != ((0, full.shape[dim]),):
+                full = torch.cat([full.narrow(dim, a, b - a) for a, b in ranges], dim)
+        return full
+
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        load_quantizing(params, dense, rank, device)
+
+
+def _initialized(meta: ParameterMeta, init_fn: Callable[[torch.Tensor], Any], seed: int) -> torch.Tensor:
+    """The full parameter, from a seed of its own."""
+    torch.manual_seed(_seed_of(meta.name, seed))
+    full = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+    _fill(full, meta.name, meta.init_fn, init_fn)
+    return full
 
 
 def common_seed(seed: int | None, group: dist.ProcessGroup | None) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from ..context import ParallelExecutionCtx
@@ -16,8 +18,11 @@ from .load import load_buffers
 from .matching import match
 from .materialize import checksums
 from .meta_init import tied_names
+from .quantized.parameters import check_expected, compositions, mark_quantized
+from .quantized.registry import quantization_of
+from .quantized.stored import Stored, find_stored, raise_problems, with_stored
 from .same_files import check_same_files
-from .weight_map import check_checkpoint, collect_weight_map
+from .weight_map import check_checkpoint, collect_weight_map, header_of
 
 
 def map_weights(
@@ -45,17 +50,34 @@ def _match(
     named = getattr(getattr(model, "config", None), "transformers_weights", None)
     ctx.weight_map = collect_weight_map(folder, variant, named)
     prefix, tied = getattr(model, "base_model_prefix", ""), tied_names(model)
+    header = header_of(ctx.weight_map)
+    quantization = quantization_of(getattr(model, "config", None))
+    stored_weights, weight_map = dict[str, Stored](), ctx.weight_map
+    if quantization is not None:
+        stored_weights, weight_map = find_stored(ctx.weight_map, header, quantization, _module_test(model))
     keys, ctx.state.conversions = match(
-        model, ctx.param_cache, tied, ctx.weight_map, read_cache=use_cache, write_cache=ctx.is_first
+        model,
+        ctx.param_cache,
+        tied,
+        weight_map,
+        read_cache=use_cache,
+        write_cache=ctx.is_first,
+        header=with_stored(header, stored_weights, _dtype_of(model)),
     )
+    quantized = compositions(keys, ctx.state.conversions, stored_weights)
+    if quantization is not None:
+        problems = mark_quantized(ctx.param_cache, quantized)
+        problems += check_expected(model, quantization, ctx.param_cache, quantized)
+        raise_problems(quantization, problems)
     stored = {*keys, *(name for conversion in ctx.state.conversions for name in conversion.targets)}
     missing = [name for name in ctx.param_cache if name not in stored]
     untrained = new_head_parameters(model, missing, stored)
     unsaved = [*optional_parameters(model, missing), *untrained]
     for name in unsaved:
         _meta(ctx.param_cache[name]).init_fn = model_init_fn(model, name)
-    expected = {name: p for name, p in ctx.param_cache.items() if name not in unsaved}
-    check_checkpoint(expected, keys, ctx.weight_map, tied, ctx.state.conversions)
+    expected = {name: p for name, p in ctx.param_cache.items() if name not in unsaved and name not in quantized}
+    plain = {name: key for name, key in keys.items() if name not in quantized}
+    check_checkpoint(expected, plain, ctx.weight_map, tied, [c for c in ctx.state.conversions if c.plain(quantized)])
     for name, key in keys.items():
         _meta(ctx.param_cache[name]).mapping = {HashableSlice(): ParameterSlice(source=key)}
     load_buffers(model, ctx.weight_map, prefix)
@@ -82,6 +104,17 @@ def check_same_values(ctx: ParallelExecutionCtx) -> None:
                 f"(first {differing[0]}). Set the same seed on all ranks before building the module, or load the same "
                 "weights."
             )
+
+
+def _module_test(model: nn.Module) -> Callable[[str], bool]:
+    """Whether a name of the checkpoint, with its prefix or without, is that of a module."""
+    names = {name for name, _ in model.named_modules()}
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    return lambda name: name in names or prefix + name in names or name.removeprefix(prefix) in names
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _meta(parameter: nn.Parameter) -> ParameterMeta:

@@ -7,7 +7,7 @@ all models, which take as long to build as reading a gigabyte. So the result is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ def match(
     *,
     read_cache: bool = True,
     write_cache: bool = True,
+    header: Callable[[str], torch.Tensor] | None = None,
 ) -> tuple[dict[str, str], list[Conversion]]:
     """For each parameter the key of its tensor, and the conversions for those that are stored in another form.
 
@@ -38,6 +39,7 @@ def match(
         weight_map: The keys of the checkpoint, with their files.
         read_cache: Whether to use the result of an earlier run.
         write_cache: Whether to cache this result.
+        header: From a key to a meta tensor; by default, from the headers of the files.
     """
     prefix = getattr(model, "base_model_prefix", "")
     key = None
@@ -48,7 +50,7 @@ def match(
     if isinstance(known, dict) and known.keys() <= params.keys() and weight_map.keys() >= {*known.values()}:
         return known, []
     keys = match_parameters(params, tied, weight_map, prefix, model)
-    conversions = find_conversions(params, tied, header_of(weight_map), weight_map, prefix, model)
+    conversions = find_conversions(params, tied, header or header_of(weight_map), weight_map, prefix, model)
     if write_cache and not conversions:
         disk_cache.write(NAMES, key, keys)
     return keys, conversions

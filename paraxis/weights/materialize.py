@@ -14,9 +14,11 @@ from ..context import ParallelExecutionCtx
 from ..data_parallel import setup_data_parallel
 from ..distributed.consensus import all_gather_object, on_all_ranks
 from ..tensor.parameter_meta import ParameterMeta
+from ..tensor.quantized import QuantizedWeight
 from ..tensor.sharded_tensor import ShardedTensor
-from .init import common_seed, initialize_parameters
+from .init import common_seed, initialize_parameters, initialize_quantized
 from .load import load_converted, load_parameters, slice_parameters
+from .quantized.load import load_quantized
 
 
 def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
@@ -34,21 +36,29 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
         device = ctx.current_device
         own = {name: p for name, p in pending.items() if _meta(p).source is not None}
         slice_parameters(own, ctx.rank, device)
-        keys = {name: key for name, p in pending.items() if name not in own and (key := _key(p, ctx))}
+        encoded = {name: p for name, p in pending.items() if name not in own and _meta(p).quantized is not None}
+        done = {*own, *encoded}
+        keys = {name: key for name, p in pending.items() if name not in done and (key := _key(p, ctx))}
         stored = {name: pending[name] for name in keys}
         progress = config.show_progress and ctx.is_first
         load_parameters(stored, keys, ctx.weight_map, ctx.rank, device, progress)
         converted = {name for conversion in ctx.state.conversions for name in conversion.targets}
-        load_converted(pending, ctx.state.conversions, ctx.weight_map, ctx.rank, device, progress)
-        rest = {name: p for name, p in pending.items() if name not in {*own, *stored, *converted}}
+        in_files = {name: p for name, p in encoded.items() if _quantized(p).source.first.keys}
+        load_quantized(in_files, ctx.weight_map, ctx.rank, device, progress)
+        plain = {name: p for name, p in pending.items() if name not in encoded}
+        load_converted(plain, ctx.state.conversions, ctx.weight_map, ctx.rank, device, progress)
+        rest = {name: p for name, p in pending.items() if name not in {*done, *stored, *converted}}
         initialize_parameters(rest, config.weight_init_fn, seed, ctx.rank, device)
+        new = {name: p for name, p in encoded.items() if name not in in_files}
+        initialize_quantized(new, config.weight_init_fn, seed, ctx.rank, device)
     if config.check_finite:
         _warn_of_non_finite(pending, ctx)
 
 
 def _warn_of_non_finite(parameters: Mapping[str, nn.Parameter], ctx: ParallelExecutionCtx) -> None:
     """Warn on rank 0 of NaN and infinity in the shards of any rank. A collective."""
-    found = [n for n, p in parameters.items() if not bool(torch.isfinite(p.local).all())]  # type: ignore[attr-defined]
+    plain = {n: p for n, p in parameters.items() if _meta(p).quantized is None}  # of the others, scales were checked
+    found = [n for n, p in plain.items() if not bool(torch.isfinite(p.local).all())]  # type: ignore[attr-defined]
     names = sorted({name for names in all_gather_object(ctx.world_group, found, "looking for NaN") for name in names})
     if names and ctx.is_first:
         some = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -59,6 +69,12 @@ def _meta(parameter: nn.Parameter) -> ParameterMeta:
     meta = parameter.spec  # type: ignore[attr-defined]
     assert isinstance(meta, ParameterMeta)
     return meta
+
+
+def _quantized(parameter: nn.Parameter) -> QuantizedWeight:
+    found = _meta(parameter).quantized
+    assert found is not None
+    return found
 
 
 def _key(parameter: nn.Parameter, ctx: ParallelExecutionCtx) -> str | None:

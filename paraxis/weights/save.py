@@ -27,6 +27,7 @@ from ..errors import CheckpointError
 from ..tensor.sharded_tensor import ShardedTensor, full_tensor_of
 from ..utils.names import block_of
 from .file_names import INDEX_NAME, SINGLE_NAME
+from .quantized.save import gather_parts, is_quantized, stored_state, stored_tensors
 
 MAX_SHARD_SIZE = "5GB"
 """The default size of a file, which is also what rank 0 holds in memory at a time."""
@@ -41,6 +42,8 @@ class Group:
     names: list[str]
     stored: State
     """Meta tensors by their keys in the checkpoint."""
+    quantized: bool = False
+    """Whether it is one quantized parameter, which is written as it was read."""
 
 
 def save_checkpoint(
@@ -57,7 +60,10 @@ def save_checkpoint(
     target = Path(directory)
     with on_all_ranks(ctx.world_group, f"saving to {str(target)!r}"):
         values = entries(model)
-        groups = grouped(model, {n: _plain(v) for n, v in values.items()}, save_original_format)
+        encoded = {n: v for n, v in values.items() if is_quantized(v)}
+        plain = {n: _plain(v) for n, v in values.items() if n not in encoded}
+        groups = grouped(model, plain, save_original_format)
+        groups += [Group([n], stored_tensors(n, v), quantized=True) for n, v in encoded.items()]
         files = assign_files(groups, max_shard_size)
         if target.is_file():
             raise NotADirectoryError(f"{str(target)!r} is a file; pass a directory to save to")
@@ -75,10 +81,7 @@ def save_checkpoint(
             while not known.issuperset(keys):
                 group = next(waiting)
                 known.update(group.stored)
-                gathered = {n: gather(values[n], ctx) for n in group.names}
-                with on_all_ranks(ctx.world_group, f"saving {', '.join(group.names[:3])}"):
-                    if first:
-                        pending |= convert(model, gathered, save_original_format)
+                pending |= _gathered(model, group, values, ctx, save_original_format)
             with on_all_ranks(ctx.world_group, f"writing {name!r} in {str(target)!r}"):
                 if first:
                     _write({key: pending.pop(key) for key in keys}, temporary / name)
@@ -88,6 +91,19 @@ def save_checkpoint(
     finally:
         if first:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _gathered(model: Any, group: Group, values: dict[str, Any], ctx: ParallelExecutionCtx, original: bool) -> State:
+    """What is stored for a group, on rank 0. A collective."""
+    what = f"saving {', '.join(group.names[:3])}"
+    if group.quantized:
+        (name,) = group.names
+        parts = gather_parts(values[name])
+        with on_all_ranks(ctx.world_group, what):
+            return {k: t.cpu() for k, t in stored_state(values[name], parts).items()} if ctx.is_first else {}
+    gathered = {n: gather(values[n], ctx) for n in group.names}
+    with on_all_ranks(ctx.world_group, what):
+        return convert(model, gathered, original) if ctx.is_first else {}
 
 
 # -- what is saved ---------------------------------------------------------------------------------------------

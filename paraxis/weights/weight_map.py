@@ -30,6 +30,7 @@ _NAMES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.complex64: "C64",
 }
 
@@ -246,7 +247,10 @@ def _mismatch(name: str, key: str, param: torch.Tensor, stored: Any) -> list[str
         return [f"{label}: shape {shape} in the checkpoint, {tuple(param.shape)} in the model"]
     expected = _NAMES.get(param.dtype)
     if dtype != expected and not (expected is None and dtype in _FLOATS):
-        return [f"{label}: {dtype} in the checkpoint, {param.dtype} in the model; quantized weights are not read"]
+        return [
+            f"{label}: {dtype} in the checkpoint, {param.dtype} in the model; the model's "
+            "configuration has no quantization_config that says how it is quantized"
+        ]
     return []
 
 

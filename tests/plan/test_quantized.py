@@ -1,48 +1,43 @@
-"""Quantized checkpoints: the plan says that its figures are for unquantized weights, and what is stored."""
+"""Quantized parameters in a plan: what they take, and what is said of methods that are not known."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from transformers import LlamaConfig
 
 from paraxis import plan_model
-from paraxis.plan.quantized import quantization_of
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
 
-@pytest.mark.parametrize(
-    ("data", "expected"),
-    [
-        (None, None),
-        (FP8, ("fp8", 8)),
-        ({"quant_method": "gptq", "bits": 4}, ("gptq", 4)),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, ("bitsandbytes", 4)),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
-         ("compressed-tensors", 8)),
-        ({"quant_method": "new"}, ("new", None)),
-    ],
-)  # fmt: skip
-def test_bits_of_known_formats(data: Any, expected: Any) -> None:
-    assert quantization_of(SimpleNamespace(quantization_config=data)) == expected
+def config(**quantization: Any) -> LlamaConfig:
+    found = LlamaConfig(
+        hidden_size=256, num_hidden_layers=1, num_attention_heads=4, intermediate_size=512, vocab_size=256,
+        tie_word_embeddings=False, dtype="bfloat16",
+    )  # fmt: skip
+    if quantization:
+        found.quantization_config = quantization
+    return found
 
 
 @pytest.mark.parametrize("skipped", [None, ["lm_head", "model.layers.0.mlp"]])
 def test_the_memory_of_a_quantized_checkpoint(skipped: list[str] | None) -> None:
-    """A byte per weight of linear layers, two for the rest; what the list names is not quantized."""
-    config = LlamaConfig(
-        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128, vocab_size=256,
-        dtype="bfloat16",
-    )  # fmt: skip
-    plain = plan_model(config, 2).memory
-    config.quantization_config = FP8 if skipped is None else {**FP8, "modules_to_not_convert": skipped}
-    memory = plan_model(config, 2).memory
-    assert plain is not None and memory is not None and plain.quantization == ""
-    assert memory.parameters == plain.parameters
-    attention, mlp = 4 * 64 * 64 // 2, 3 * 64 * 128 // 2
-    stored = plain.parameters - attention - (mlp if skipped is None else 0)
-    assert f"fp8, 8 bits per weight of linear layers: parameters of about {stored / 1e3:.3g} kB" in str(memory)
-    assert "these figures are for weights in bfloat16" in str(memory)
+    """A byte per weight of linear layers and four per block, two for the rest; what the list names is not quantized."""
+    plain = plan_model(config(), 2).memory
+    found = plan_model(config(**FP8, **({"modules_to_not_convert": skipped} if skipped else {})), 2).memory
+    assert plain is not None and found is not None and plain.quantization == ""
+    attention, mlp = 4 * 256 * 256, 3 * 256 * 512
+    quantized = (attention + (0 if skipped else mlp)) // 2
+    blocks = (4 * 4 + (0 if skipped else 3 * 8)) // 2
+    assert found.parameters == plain.parameters - quantized + 4 * blocks
+    assert f"{4 if skipped else 7} of 12 parameters are quantized (fp8, 8 bits per weight" in found.quantization
+
+
+def test_unknown_methods_are_planned_as_they_are_built() -> None:
+    plain, found = plan_model(config(), 2).memory, plan_model(config(quant_method="new"), 2).memory
+    assert plain is not None and found is not None and found.parameters == plain.parameters
+    assert found.quantization == (
+        "the checkpoint is quantized (new), which Paraxis cannot read: these figures are for weights in bfloat16"
+    )

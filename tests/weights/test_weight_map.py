@@ -168,7 +168,7 @@ def test_all_mismatches_are_in_one_error(tmp_path: Path) -> None:
     assert sorted(lines) == [
         "  - lm_head.weight: shape (90, 32) in the checkpoint, (96, 32) in the model",
         "  - model.layers.0.self_attn.q_proj.weight: F8_E4M3 in the checkpoint, torch.float32 in the model; "
-        "quantized weights are not read",
+        "the model's configuration has no quantization_config that says how it is quantized",
         "  - model.layers.1.mlp.up_proj.weight: missing in the checkpoint",
         "  - model.norm.weight: missing in the checkpoint",
     ]
