@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .solver import Machine
 
 OBJECTIVES = ("prefill", "decode", "training")
+AUTO = "auto"
+"""For ``Config.compile``: what is fastest on the device."""
 DATA_PARALLEL = ("replicate", "shard")
 
 RENAMED = {"keep_plans": "cache_plans"}
@@ -60,7 +62,9 @@ class Config:
             ``{"*.mlp.down_proj": "row", "lm_head": "sharded"}``.
         memory_limit: Bytes that the parameters of one rank may take. Below the limit, parameters stay replicated where
             that is faster; without a limit every parameter that can be sharded is.
-        compile: Runs each rank's local program: ``None`` without a compiler, ``"inductor"`` through TorchInductor.
+        compile: Runs each rank's local program: ``"auto"`` as is fastest on the device (on a GPU through TorchInductor
+            with CUDA graphs, unless gradients are computed; on the CPU without a compiler, on kernels of our own),
+            ``None`` without a compiler, ``"inductor"`` through TorchInductor.
         mode: Inductor's mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, ...
         gather_outputs: All-gather tensors that the model returns; otherwise they stay sharded.
         data_parallel: What the ranks of the mesh's ``dp`` dimension hold: ``"replicate"`` (DDP, the default): a replica
@@ -88,7 +92,7 @@ class Config:
     objective: str | None = None
     constraints: Mapping[str, str | Sequence[str]] | None = None
     memory_limit: int | None = None
-    compile: str | None = None
+    compile: str | None = "auto"
     mode: str | None = None
     gather_outputs: bool = True
     data_parallel: str | None = None
@@ -108,9 +112,9 @@ class Config:
             raise ValueError(f"unknown data_parallel={self.data_parallel!r}: use {known}")
         if self.objective not in (None, *OBJECTIVES):
             raise ValueError(f"unknown objective={self.objective!r}: use one of {', '.join(OBJECTIVES)}")
-        if self.compile not in (None, "inductor"):
-            raise ValueError(f"unknown compile={self.compile!r}: leave it out, or use compile='inductor'")
-        if self.mode is not None and self.compile is None:
+        if self.compile not in (None, AUTO, "inductor"):
+            raise ValueError(f"unknown compile={self.compile!r}: leave it out, or use None or 'inductor'")
+        if self.mode is not None and self.compile != "inductor":
             raise ValueError(f"mode={self.mode!r} needs compile='inductor'")
 
     @property

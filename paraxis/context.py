@@ -37,6 +37,7 @@ class EngineState:
         grad_reducer: What averages gradients over data-parallel ranks, where there are any.
         pass_seconds: Seconds spent in each pass, by its name.
         input_check: What compares the inputs of calls between tensor-parallel ranks; None where nothing does.
+        first_blocks: Whether the graph that is compiled now is that of a model's first blocks, for all of them.
         graph_pool: The memory pool that the CUDA graphs of this context share, once there is one.
     """
 
@@ -50,6 +51,7 @@ class EngineState:
     grad_reducer: GradReducer | None = None
     pass_seconds: dict[str, float] = field(default_factory=dict)
     input_check: InputCheck | None = None
+    first_blocks: bool = False
     graph_pool: Any = None
 
 

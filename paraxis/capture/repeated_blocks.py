@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..compat.torch import COMPILED_CALL
+
 MIN_BLOCKS = 4
 """Of shorter lists every block is planned."""
 
@@ -93,21 +95,26 @@ def _configs(model: nn.Module) -> list[Any]:
 def _repeated(path: str, blocks: nn.ModuleList, model: nn.Module) -> Repeated | None:
     if len(blocks) < MIN_BLOCKS:
         return None
+    kinds = kinds_of(blocks, model)
+    planned = _prefix(kinds)
+    if planned >= len(blocks):
+        return None
+    last = {kind: i for i, kind in enumerate(kinds[:planned])}
+    return Repeated(path, blocks, planned, {i: last[kinds[i]] for i in range(planned, len(kinds))})
+
+
+def kinds_of(blocks: nn.ModuleList, model: nn.Module) -> list[Any]:
+    """What distinguishes the blocks of a list, by block: hashable, and equal for blocks of one kind."""
     views = [dict(_view(block)) for block in blocks]
     keys = set(views[0])
     numbers = {
         k for k in keys for first in (0, 1) if all(view.get(k) == ("plain", i + first) for i, view in enumerate(views))
     }
     entries = list(zip(*_entries(model, len(blocks)), strict=True)) or [()] * len(blocks)
-    kinds = [
+    return [
         (entry, frozenset((k, v) for k, v in view.items() if k not in numbers))
         for view, entry in zip(views, entries, strict=True)
     ]
-    planned = _prefix(kinds)
-    if planned >= len(blocks):
-        return None
-    last = {kind: i for i, kind in enumerate(kinds[:planned])}
-    return Repeated(path, blocks, planned, {i: last[kinds[i]] for i in range(planned, len(kinds))})
 
 
 def _prefix(kinds: list[Any]) -> int:
@@ -128,6 +135,10 @@ def _entries(model: nn.Module, count: int) -> list[list[Any]]:
     return [[str(entry) for entry in values] for values in lists]
 
 
+_OWN_PROGRAM = ("training", COMPILED_CALL, "compile", "_apply")
+"""Attributes that a forward does not read, of the modules of a parallel model; the flag has an entry of its own."""
+
+
 def _view(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Everything about a module that its forward can see, by path."""
     yield f"{prefix}#", (type(module), module.training)
@@ -139,7 +150,7 @@ def _view(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
         elif name in ("_parameters", "_buffers"):
             for leaf, tensor in value.items():
                 yield f"{prefix}{leaf}", _plain(tensor)
-        elif name != "training" and value != {}:
+        elif name not in _OWN_PROGRAM and value != {}:
             yield f"{prefix}{name}", _plain(value)
 
 

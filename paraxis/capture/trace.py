@@ -38,6 +38,7 @@ from ..compat.dynamo import (
 from ..compat.flex_attention import differentiate_on_cpu
 from ..compat.host_functions import HOST_FUNCTION, capture_host_functions
 from ..compat.packed_attention import capture_packed_attention
+from ..compat.torch import as_if_compiling
 from ..compat.transformers import always_mask_padding, install_output_hooks, logger_methods
 from ..errors import CaptureError, GraphBreak
 from ..rules import register_replicated
@@ -161,6 +162,20 @@ def end_tracing() -> None:
             torch.backends.mha.set_fastpath_enabled(fastpath)
             if collect:
                 gc.enable()
+
+
+@contextmanager
+def recording_operators() -> Iterator[None]:
+    """Inside, Python code runs as it does while Dynamo traces an entry point: libraries behave so, and submodules run
+    their own forward."""
+    before = _tracing.active
+    begin_tracing()
+    try:
+        with as_if_compiling():
+            yield
+    finally:
+        if not before:
+            end_tracing()
 
 
 def guards_mha_fastpath(guard: Any) -> bool:

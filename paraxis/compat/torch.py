@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -47,6 +48,7 @@ __all__ = [
     "OpOverloadPacket",
     "TorchDispatchMode",
     "after_backward",
+    "as_if_compiling",
     "backward_hooks",
     "call_forward_and_hooks",
     "core_aten_decompositions",
@@ -78,6 +80,7 @@ __all__ = [
     "overload_name",
     "overload_of",
     "packet_name",
+    "plain_size",
     "plain_torch_function",
     "pytree",
     "register_ordered_effect",
@@ -267,3 +270,20 @@ def must_use_aten() -> bool:
         or _is_tracing()
         or _len_torch_dispatch_stack_pre_dispatch() > 0
     )
+
+
+def plain_size(size: torch.SymInt) -> torch.SymInt:
+    """A symbolic size that is its symbol and nothing else: torch may have replaced another symbol by it."""
+    node = size.node
+    return node.shape_env.create_symintnode(node.expr, hint=node.hint)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def as_if_compiling() -> Iterator[None]:
+    """Inside, ``torch.compiler.is_compiling()`` is true for Python code that no compiler traces."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before

@@ -121,7 +121,7 @@ def build_parallel_pass_pipeline() -> PassPipeline:
                 "decode_kernels",
                 "Norm, linear layers and gate of one row become one Triton kernel, and so do RoPE, KV write and"
                 " attention of one query.",
-                lambda m, s: use_decode_kernels(m, lifted_of(m).examples),
+                lambda m, s: use_decode_kernels(m, lifted_of(m).examples, merge_counters=not s.first_blocks),
                 lambda s: s.lifts and s.device == "cuda" and s.inference and s.cuda_graphs,
             ),
             Rewrite(
@@ -152,7 +152,7 @@ def build_parallel_pass_pipeline() -> PassPipeline:
                 "merge_cache_counters",
                 "The counters of all layers' KV caches are incremented by one operator.",
                 lambda m, s: merge_cache_counters(m),
-                lambda s: s.lifts and s.device == "cuda" and s.inference and s.cuda_graphs,
+                lambda s: s.lifts and s.device == "cuda" and s.inference and s.cuda_graphs and not s.first_blocks,
             ),
             Rewrite(
                 "store_residual_sums",

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from ..compat.inductor import options_of_mode
-from ..config import Config
+from ..config import AUTO, Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel.shard import shards_parameters
 from ..distributed.collectives import backend_of
@@ -30,6 +30,8 @@ class Setting:
         dp_sharded: Data-parallel ranks shard parameters (FSDP), so that a program gathers them.
         random: The program draws random numbers.
         ranks: The number of tensor-parallel ranks.
+        first_blocks: The program is that of a model's first blocks, and will run for all blocks: nothing may be merged
+            across the borders of blocks.
     """
 
     searching: bool = False
@@ -41,6 +43,7 @@ class Setting:
     dp_sharded: bool = False
     random: bool = False
     ranks: int = 2
+    first_blocks: bool = False
 
     @property
     def runs(self) -> bool:
@@ -69,7 +72,7 @@ class Setting:
 
 def setting_of(graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> Setting:
     """The setting in which a graph is rewritten now."""
-    compiled = config.compile is not None
+    compiled = compiles(ctx, config)
     info = graph_module.meta.get(INFO)
     static = not (isinstance(info, ProgramInfo) and info.dynamic)
     return Setting(
@@ -82,12 +85,24 @@ def setting_of(graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Con
         dp_sharded=shards_parameters(ctx, config),
         random=draws_random(graph_module),
         ranks=ctx.world_size,
+        first_blocks=ctx.state.first_blocks,
     )
+
+
+def compiles(ctx: ParallelExecutionCtx, config: Config) -> bool:
+    """Whether Inductor compiles the programs that are made now.
+
+    By default it does on a GPU, where no gradients are computed. On the CPU the program runs on our own kernels, which
+    are about as fast at once.
+    """
+    if config.compile == AUTO:
+        return ctx.current_device.type == "cuda" and not torch.is_grad_enabled()
+    return config.compile is not None
 
 
 def inductor_options(ctx: ParallelExecutionCtx, config: Config) -> dict[str, object]:
     """Inductor's options for ``config.mode``, without CUDA graphs where they are impossible: see :func:`obstacle`."""
-    options = options_of_mode(config.mode or "default")
+    options = options_of_mode(config.mode or ("reduce-overhead" if config.compile == AUTO else "default"))
     if options.get("triton.cudagraphs") and obstacle(ctx, config):
         del options["triton.cudagraphs"]
     return options

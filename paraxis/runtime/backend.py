@@ -4,48 +4,60 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from ..config import Config
+from ..config import AUTO, Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel.replicate import reduce_late_parameters
 from ..data_parallel.shard import shards_parameters
 from ..distributed.collectives import meet
-from ..distributed.consensus import on_all_ranks
+from ..distributed.consensus import all_gather_object, on_all_ranks
 from ..graph.local_program import draws_random, info_of
 from ..passes.build import build_program
 from ..passes.lift import LIFTED, lifted_of
-from ..passes.setting import obstacle
+from ..passes.setting import compiles, obstacle
 from ..passes.solve import solved_of
 from ..plan.apply import apply_plan, parameter_shapes
 from ..plan.build import PlanBuilder
 from ..tensor.unshard import reshard_after_forward
 from ..utils.progress import stage
 from ..weights.materialize import materialize_parameters
+from .block_programs import BlockPrograms, NotRepeated, OutlineOfCall
 from .inductor import compile_program, run_uncompiled
 
 logger = logging.getLogger("paraxis")
 
 
 def parallelize_backend(
-    graph_module: GraphModule, example_inputs: list[Any], ctx: ParallelExecutionCtx, config: Config
+    graph_module: GraphModule,
+    example_inputs: list[Any],
+    ctx: ParallelExecutionCtx,
+    config: Config,
+    blocks: BlockPrograms | None = None,
 ) -> Callable[..., Any]:
     """A backend for ``torch.compile``: run the pass pipeline on a captured graph and return the local program.
 
     Use it as ``torch.compile(model, fullgraph=True, backend=partial(parallelize_backend, ctx=ctx, config=config))``
-    on a model whose parameters carry :class:`~paraxis.ParameterMeta`; :func:`parallelize_model` does all that.
+    on a model whose parameters carry :class:`~paraxis.ParameterMeta`; :func:`parallelize_model` does all that. With
+    ``blocks``, the graph is that of a model's first blocks, and the program runs all of them.
     """
     shown = config.show_progress and ctx.is_first
     with stage("Preparing the program for new inputs", shown and not ctx.state.planning):
-        program = build_program(graph_module, example_inputs, ctx, config)
+        ctx.state.first_blocks = blocks is not None
+        try:
+            program = build_program(graph_module, example_inputs, ctx, config)
+        finally:
+            ctx.state.first_blocks = False
     if ctx.plan is None or ctx.state.planning:
         extend_plan(graph_module, program, ctx, config)
     ctx.compile_times += 1
     reduce_late_parameters(example_inputs, ctx)
-    runnable = program if config.compile is None else _compiled(program, ctx, config, shown)
+    outline = _outlined(program, example_inputs, ctx, config, blocks) if blocks is not None else None
+    runnable = _compiled(program, ctx, config, shown, outline) if compiles(ctx, config) else program
     return reshard_after_forward(runnable) if shards_parameters(ctx, config) else runnable
 
 
@@ -63,21 +75,61 @@ def extend_plan(captured: GraphModule, program: GraphModule, ctx: ParallelExecut
     materialize_parameters(ctx, config)
 
 
-def _compiled(program: GraphModule, ctx: ParallelExecutionCtx, config: Config, shown: bool) -> Callable[..., Any]:
+def _outlined(
+    program: GraphModule,
+    example_inputs: list[Any],
+    ctx: ParallelExecutionCtx,
+    config: Config,
+    blocks: BlockPrograms,
+) -> OutlineOfCall:
+    """The outline of a program of the first blocks; :class:`NotRepeated` on all ranks if one rank has none."""
+    found: OutlineOfCall | None = None
+    why = ""
+    try:
+        if draws_random(program):
+            raise NotRepeated("it draws random numbers")
+        found = blocks.outline(program, example_inputs)
+    except NotRepeated as error:
+        why = str(error)
+    reasons = all_gather_object(ctx.tp_group, why, "compiling the model", config.sync_timeout)
+    why = next(filter(None, reasons), "")
+    if found is None or why:
+        raise NotRepeated(why)
+    return found
+
+
+def _compiled(
+    program: GraphModule, ctx: ParallelExecutionCtx, config: Config, shown: bool, blocks: OutlineOfCall | None = None
+) -> Callable[..., Any]:
     """The program compiled by Inductor, all ranks together; without it where that cannot be."""
     if draws_random(program):
         logger.info("a graph with random draws (dropout) is not compiled by Inductor")
         return run_uncompiled(program)
-    if config.mode is not None and (why := obstacle(ctx, config)):
-        logger.info("no CUDA graphs: %s", why)
+    if (config.mode is not None or config.compile == AUTO) and (why := obstacle(ctx, config)):
+        say_once(f"no CUDA graphs: {why}", ctx)
     source = lifted_of(program).source
     meet(ctx.tp_group, ctx.current_device)
-    with on_all_ranks(ctx.tp_group, "compiling the local program"), stage("Compiling with Inductor", shown):
-        try:
-            return compile_program(program, ctx, config)
-        except GuardOnDataDependentSymNode as error:  # an operator of the model looks at its data in Python
-            if ctx.rank == 0:
-                reason = str(error).splitlines()
-                why = next((line for line in reason if line.startswith("Caused by")), reason[0])
-                logger.warning("Inductor cannot compile this graph, which runs eagerly: %s", why)
-            return run_uncompiled(source)
+    try:
+        with on_all_ranks(ctx.tp_group, "compiling the local program"), stage("Compiling with Inductor", shown):
+            return compile_program(program, ctx, config, blocks)
+    except Exception as error:
+        data_dependent = isinstance(error, GuardOnDataDependentSymNode)  # an operator looks at its data in Python
+        if not data_dependent and config.compile != AUTO:
+            raise
+        reason = str(error).splitlines() or [type(error).__name__]
+        why = next((line for line in reason if line.startswith("Caused by")), reason[0])
+        if blocks is not None:
+            raise NotRepeated(why) from error
+        say_once(f"Inductor cannot compile this graph, which runs eagerly: {why}", ctx)
+        return run_uncompiled(source)
+
+
+def say_once(message: str, ctx: ParallelExecutionCtx) -> None:
+    """Warn of what makes programs slower than they could be; once, and on one rank."""
+    if ctx.is_first:
+        _warn(message)
+
+
+@lru_cache(maxsize=64)
+def _warn(message: str) -> None:
+    logger.warning(message)

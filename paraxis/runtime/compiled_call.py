@@ -23,6 +23,7 @@ from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel.shard import shards_parameters
 from ..errors import CaptureError, GraphBreak
+from ..passes.setting import compiles
 from ..plan import Plan
 from ..plan.apply import apply_plan, parameter_metas
 from ..plan.build import PlanBuilder
@@ -30,6 +31,7 @@ from ..tensor.sharded_tensor import ShardedTensor, UnplacedError, shard_gradient
 from ..utils.memory import malloc_trim
 from ..weights.materialize import materialize_parameters
 from .backend import parallelize_backend
+from .block_programs import BlockPrograms, NotRepeated, find_block_programs
 from .conversion import Dtypes
 from .dispatch_modes import with_dispatch_modes, without_dispatch_modes
 from .gather_on_access import gather_on_access
@@ -80,12 +82,13 @@ class CompiledCall:
         self._guarded = shards_parameters(ctx, config)
         self._watch: ModelWatch | None = None
         self._dtypes = Dtypes(module)
-        self._compiled: Callable[..., Any] | None = None  # made by the first call: it imports much
+        self._blocks: BlockPrograms | None = None
         self._programs: dict[Any, Callable[..., Any]] = {}
-        """Programs by the hooks that are part of them: one is used again when a hook is removed."""
+        """Programs by the hooks that are part of them (one is used again when a hook is removed) and their blocks."""
+        self._blocks_of: ModelWatch | None = None
 
-    def _compile(self) -> Callable[..., Any]:
-        unguarded = not self._guarded and self.config.compile is None  # parameters are
+    def _compile(self, blocks: BlockPrograms | None = None) -> Callable[..., Any]:
+        unguarded = not self._guarded  # parameters are
         watch = self._watch
         assert watch is not None
 
@@ -98,9 +101,9 @@ class CompiledCall:
         def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             check_required_gradients(graph_module, self.forward is not None, self.name)
             register_late_parameters(self.module, self.name, self.ctx, self.config)
-            program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config)
+            program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config, blocks)
             malloc_trim()
-            if unguarded and not torch.is_grad_enabled():
+            if unguarded and not torch.is_grad_enabled() and not compiles(self.ctx, self.config):
                 assert self.ctx.last_optimized_graph_module is not None
                 program = with_same_parameters(program, parameters_by_position(self.ctx.last_optimized_graph_module))
             return with_dispatch_modes(program)
@@ -108,8 +111,35 @@ class CompiledCall:
         entry = fresh_entry(self.config.gather_outputs, forward=self.forward is not None)
         guards: dict[str, Any] = {"guard_filter_fn": all_guards if self._guarded else reduced}
         program = torch.compile(entry, fullgraph=True, backend=backend, options=guards)
-        self._programs[watch.graph_hooks] = program
+        self._programs[watch.graph_hooks, blocks] = program
         return program
+
+    def _first_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockPrograms | None:
+        """The programs of the first blocks, if this call may run them for all blocks."""
+        if self.forward is None or not compiles(self.ctx, self.config) or shards_parameters(self.ctx, self.config):
+            return None
+        watch = self._watch
+        if self._blocks_of is not watch or (self._blocks is not None and self._blocks.changed()):
+            self._blocks_of, self._blocks = watch, find_block_programs(self.module)
+        return self._blocks if self._blocks is not None and self._blocks.takes(args, kwargs) else None
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a compiled program: that of the first blocks if possible."""
+        watch = self._watch
+        assert watch is not None
+        blocks = self._first_blocks(args, kwargs)
+        if blocks is not None:
+            program = self._programs.get((watch.graph_hooks, blocks)) or self._compile(blocks)
+            try:
+                return blocks.run(program, args, kwargs)
+            except CAPTURE_ERRORS as error:
+                problem = translated(error, self.module)
+                if not isinstance(problem, (NotRepeated, GraphBreak)):
+                    raise
+                logging.getLogger("paraxis").info("captured with all blocks: %s", problem)
+                blocks.refuse(args, kwargs)
+        program = self._programs.get((watch.graph_hooks, None)) or self._compile()
+        return program(self.module, *args, **kwargs)
 
     def _take_up_changes(self) -> None:
         """After a first look at the module, or at what somebody has changed since: choose what a call runs."""
@@ -126,7 +156,6 @@ class CompiledCall:
             shown = ", ".join(named) + (f" and {len(hooks) - 3} more" if len(hooks) > 3 else "")
             self._run_in_python(f"the hooks of {shown} run in Python, at every call")
         self._watch, self.hooked = watch, bool(hooks)
-        self._compiled = self._programs.get(watch.graph_hooks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled graph, compiling it first if this is a new kind of call."""
@@ -144,20 +173,16 @@ class CompiledCall:
                 mark_static(args, kwargs)
             if self._dtypes.changed():
                 self._programs.clear()
-                self._compiled = None
-            if self._compiled is None:
-                self._compiled = self._compile()
             self.running = True
             try:
                 with without_dispatch_modes(), nullcontext() if self.forward else collector_as_global():
-                    result = self._compiled(self.module, *args, **kwargs)
+                    result = self._run(args, kwargs)
                 return gather_on_access(result) if self.config.gather_outputs else result
             except ParametersReplaced:  # compile again, with all guards
                 if self._guarded:
                     raise
                 self._guarded = True
                 self._programs.clear()
-                self._compiled = self._compile()
                 return self(*args, **kwargs)
             except CAPTURE_ERRORS as error:
                 problem = translated(error, self.module)

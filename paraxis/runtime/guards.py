@@ -159,7 +159,7 @@ class HeldShards:
         return self._held
 
 
-def picker(positions: Iterable[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def picker(positions: Iterable[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """A function that takes the items at these positions out of a tuple."""
     several = tuple(positions)
     if len(several) < 2:

@@ -23,34 +23,45 @@ from ..graph.local_program import info_of
 from ..passes.lift import Lifted, ResultAt, lifted_of, like_shard
 from ..passes.setting import inductor_options
 from ..tensor.sharded_tensor import ShardedTensor, unwrap
+from .block_programs import OutlineOfCall
 from .cuda_graphs import CUDAGraphRunner, on_device, pool_of
 from .guards import HeldShards, ParametersReplaced, form_of, picker, with_same_parameters
+from .outlined_program import OutlinedProgram
 from .stride_guard import ShardGuard
 
 UNCHECKED = {"assert_indirect_indexing": False}
 """Without checks that indices are within bounds, in code for CPUs."""
 
 
-def compile_program(program: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> Callable[..., Any]:
-    """Compile a lifted program; the result is called with the arguments of the captured graph."""
+def compile_program(
+    program: GraphModule, ctx: ParallelExecutionCtx, config: Config, blocks: OutlineOfCall | None = None
+) -> Callable[..., Any]:
+    """Compile a lifted program; the result is called with the arguments of the captured graph.
+
+    With ``blocks``, the outline of a program of the first blocks, it runs all of them.
+    """
     lifted, grad = lifted_of(program), torch.is_grad_enabled()
     options = inductor_options(ctx, config)
     cuda_graphs = bool(options.get("triton.cudagraphs")) and not lifted.dynamic
-    name_inputs(program, _static_inputs(lifted))
     # Without gradients the CUDA graphs are our own: Inductor's copy what they are called with.
     options = {**options, "triton.cudagraphs": cuda_graphs and grad, **lifted.inductor}
-    with tracing(TracingContext(lifted.fake_mode)):
-        try:
-            compiled = compile_graph(program, lifted.examples, options)
-        except Exception as error:
-            if not cpp_compile_failed(error):
-                raise
-            # torch 2.11 writes checks of indices that name a variable it does not declare
-            compiled = compile_graph(program, lifted.examples, {**options, **UNCHECKED})
+
+    def compile_piece(piece: GraphModule, examples: list[Any]) -> Callable[..., Any]:
+        name_inputs(piece, _static_inputs(lifted) if piece is program else set())
+        with tracing(TracingContext(lifted.fake_mode)):
+            try:
+                return compile_graph(piece, examples, options)
+            except Exception as error:
+                if not cpp_compile_failed(error):
+                    raise
+                # torch 2.11 writes checks of indices that name a variable it does not declare
+                return compile_graph(piece, examples, {**options, **UNCHECKED})
+
+    compiled = compile_piece(program, lifted.examples) if blocks is None else blocks.compiled(compile_piece)
     if grad:
         return _caller(lifted, _copy_results(compiled) if cuda_graphs else compiled)
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in lifted.examples)
-    return _caller(lifted, compiled, pool_of(ctx) if cuda_graphs and on_gpu else None)
+    return _caller(lifted, compiled, pool_of(ctx) if cuda_graphs and on_gpu else None, blocks)
 
 
 def run_uncompiled(program: GraphModule) -> Callable[..., Any]:
@@ -90,17 +101,25 @@ def _copy_results(compiled: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _caller(lifted: Lifted, compiled: Callable[..., Any], pool: Any = None) -> Callable[..., Any]:
+def _caller(
+    lifted: Lifted, compiled: Callable[..., Any], pool: Any = None, blocks: OutlineOfCall | None = None
+) -> Callable[..., Any]:
     """What is called with the arguments of the captured graph; with ``pool``, captured as a CUDA graph if possible."""
     inputs_of_graph = info_of(lifted.source).inputs
     known = ShardGuard({i: x for i in lifted.inputs if isinstance(x := inputs_of_graph[i], ShardedTensor)})
-    parameters, wrappers = lifted.parameters, lifted.wrappers
+    like = blocks.like if blocks is not None else []  # inputs of further blocks are like these
+    parameters = [*lifted.parameters, *(blocks.parameters if blocks is not None else ())]
+    wrappers = dict(lifted.wrappers)
+    if isinstance(compiled, OutlinedProgram):
+        wrappers.update({compiled.own + i: wrappers[j] for i, j in enumerate(compiled.extra) if j in wrappers})
     brought, expected, inputs = picker(lifted.arguments), tuple(lifted.arguments.values()), picker(lifted.inputs)
-    scalars, device = lifted.scalars, lifted.device
+    own, device = len(lifted.inputs), lifted.device
+    scalars = [*lifted.scalars, *(own + i for i, other in enumerate(like) if other in lifted.scalars)]
     sharded_over_dp = any(p.dp_shard is not None for p in parameters)  # type: ignore[attr-defined]
     forms = [form_of(like_shard(p)) for p in parameters]
     held = None if sharded_over_dp else HeldShards(parameters, forms)
     written = [i for i, position in enumerate(lifted.inputs) if position in lifted.written]
+    written += [own + i for i, other in enumerate(like) if other in written]
     runner = CUDAGraphRunner(compiled, written, scalars, pool) if pool is not None else None
 
     def unsharded() -> list[torch.Tensor]:
@@ -118,7 +137,10 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], pool: Any = None) -> C
         if torch.is_grad_enabled():
             results = compiled(*(unwrap(p) for p in parameters), *(unwrap(x) for x in inputs(args)))
         else:
-            local = [x._local if isinstance(x, ShardedTensor) else x for x in inputs(args)]
+            given = inputs(args)
+            if blocks is not None:
+                given = (*given, *blocks.inputs(given))
+            local = [x._local if isinstance(x, ShardedTensor) else x for x in given]
             shards = unsharded() if held is None else held.shards()
             if runner is not None:
                 results = runner(shards, local)
@@ -129,6 +151,8 @@ def _caller(lifted: Lifted, compiled: Callable[..., Any], pool: Any = None) -> C
                 ran = True
         if wrappers:
             results = [wrappers[i](x) if i in wrappers else x for i, x in enumerate(results)]
+        if blocks is not None and isinstance(compiled, OutlinedProgram):
+            blocks.note(compiled, results)
         return torch.fx.node.map_aggregate(lifted.results, lambda x: results[x.position] if type(x) is ResultAt else x)
 
     return run

@@ -19,8 +19,11 @@ from .linears import replace_linears
 from .scalars import decompose_outer_products, merge_counter_increments
 
 
-def use_decode_kernels(module: GraphModule, examples: Sequence[Any]) -> int:
-    """Replace in place what the kernels compute; how many times. ``examples`` are the local inputs."""
+def use_decode_kernels(module: GraphModule, examples: Sequence[Any], merge_counters: bool = True) -> int:
+    """Replace in place what the kernels compute; how many times. ``examples`` are the local inputs.
+
+    Without ``merge_counters``, each counter of a KV cache is incremented by an operator of its own.
+    """
     from ...kernels.triton import decode_attention, gemv  # registers the operators
 
     graph = module.graph
@@ -31,7 +34,7 @@ def use_decode_kernels(module: GraphModule, examples: Sequence[Any]) -> int:
         if node.target is all_reduce and "val" not in node.meta:
             node.meta["val"] = node.args[0].meta.get("val")
     decompose_outer_products(graph)
-    merge_counter_increments(graph)
+    merge_counter_increments(graph, merge_counters)
     count = replace_attention(graph, inputs)
     count += replace_linears(graph, inputs)
     graph.eliminate_dead_code(is_impure_node=is_impure)

@@ -26,8 +26,11 @@ def _is_outer_product(a: torch.Tensor, b: torch.Tensor) -> bool:
     return min(a.dim(), b.dim()) >= 2 and a.shape[-1] == 1 and b.shape[-2] == 1 and a.dtype == b.dtype
 
 
-def merge_counter_increments(graph: Graph) -> None:
-    """Increment all counters of the program (each layer's KV cache has one) by one operator, at the end."""
+def merge_counter_increments(graph: Graph, together: bool = True) -> None:
+    """Increment all counters of the program (each layer's KV cache has one) by one operator, at the end.
+
+    Without ``together``, at the end as well, but each by an operator of its own.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     merged: dict[tuple[int, torch.dtype], list[Node]] = {}
     for node in graph.find_nodes(op="call_function", target=aten.add_.Tensor):
@@ -41,7 +44,8 @@ def merge_counter_increments(graph: Graph) -> None:
     end = graph.output_node()
     for (step, _), nodes in merged.items():
         with graph.inserting_before(end):
-            graph.call_function(aten._foreach_add_.Scalar, ([node.args[0] for node in nodes], step))
+            for group in [nodes] if together else [[node] for node in nodes]:
+                graph.call_function(aten._foreach_add_.Scalar, ([node.args[0] for node in group], step))
         for node in nodes:
             graph.erase_node(node)
 

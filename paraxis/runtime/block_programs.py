@@ -1,0 +1,353 @@
+"""Programs of a model's first blocks, run for all blocks.
+
+A deep model is captured, rewritten and compiled with its head and two periods of blocks (:class:`FirstBlocks`); the
+program of a period is called for each of them with their parameters and their layers of the KV cache. That holds if all
+blocks do the same, which is checked for every new kind of call (:mod:`paraxis.capture.same_blocks`). Where they do not,
+the model is captured with all its blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+from ..capture.first_blocks import FirstBlocks, FirstLayers
+from ..capture.operators_run import is_cache
+from ..capture.periods import Periods, find_periods
+from ..capture.same_blocks import why_not_same
+from ..graph.local_program import info_of
+from ..graph.outline import Outline, Role, outline
+from ..passes.lift import Lifted, lifted_of, like_shard
+from ..tensor.sharded_tensor import ShardedTensor
+from .guards import ParametersReplaced, form_of, picker
+from .outlined_program import Arguments, CompilePiece, OutlinedProgram
+
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.Tensor)
+
+
+class NotRepeated(Exception):
+    """The blocks of a model do not repeat in this kind of call."""
+
+
+class BlockPrograms:
+    """Calls of a model that run the programs of its first blocks.
+
+    Args:
+        model: The model.
+        periods: Its blocks.
+    """
+
+    def __init__(self, model: nn.Module, periods: Periods) -> None:
+        self.model, self.periods = model, periods
+        self.small = FirstBlocks(model, periods, lambda forward: hasattr(forward, "leads_in"))
+        self.blocks: list[nn.Module] = list(model.get_submodule(periods.path))  # type: ignore[call-overload]
+        self._dicts = _dicts_of(self.blocks[periods.captured :])
+        self._values = self._now()
+        self.refused: set[Any] = set()
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
+        self._cache: Any = None
+        self._results: tuple[OutlinedProgram, list[Any]] | None = None
+
+    def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call may run these programs: without gradients, its arguments tensors and at most one KV cache
+        with a layer for each block."""
+        if torch.is_grad_enabled():
+            return False
+        caches = 0
+        for value in (*args, *kwargs.values()):
+            if is_cache(value):
+                caches += 1
+                if len(value.layers) != len(self.blocks):
+                    return False
+            elif not _is_plain(value):
+                return False
+        return caches <= 1 and _kind(args, kwargs) not in self.refused
+
+    def changed(self) -> bool:
+        """Whether somebody has changed the other blocks, which no guard looks at, so that all do not repeat any more.
+
+        It takes a tenth of a millisecond for ten thousand attributes.
+        """
+        now = self._now()
+        try:
+            if now == self._values:
+                return False
+        except (RuntimeError, ValueError):  # a tensor was replaced, and tensors cannot be compared
+            pass
+        self._values = now
+        return find_periods(self.model) != self.periods
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    def refuse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Calls of this kind run the full model from now on."""
+        self.refused.add(_kind(args, kwargs))
+
+    def run(self, compiled: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the compiled entry point with the first blocks, and complete the results with those of the others."""
+        self.small.update()
+        cuts: list[FirstLayers] = []
+
+        def cut(value: Any) -> Any:
+            if not is_cache(value):
+                return value
+            cuts.append(FirstLayers(value, self.periods.captured))
+            return cuts[-1].first
+
+        few_args, few_kwargs = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
+        self._call = args, kwargs
+        self._cache = cuts[0].cache if cuts else None
+        before = [dict(vars(layer)) for c in cuts for layer in c.cache.layers[: self.periods.captured]]
+        try:
+            result = compiled(self.small.model, *few_args, **few_kwargs)
+            for c in cuts:
+                c.give_back()
+                result = _replaced(result, c.first, c.cache)
+                self._complete(c.cache, before)
+            for cache in [] if cuts else _caches_of(result):
+                self._complete(cache, None)
+            return result
+        finally:
+            self._call, self._cache, self._results = ((), {}), None, None
+
+    def _complete(self, cache: Any, before: list[dict[str, Any]] | None) -> None:
+        """Give the layers of the other blocks what the call has given those of the first ones."""
+        if self._results is None:
+            raise RuntimeError("the program of the first blocks has not run")
+        program, results = self._results
+        periods, own = self.periods, program.own
+        positions = {id(x): i for i, x in enumerate(results[:own]) if isinstance(x, torch.Tensor)}
+        per_period = program.extra[: len(program.extra) // (periods.count - 2)]
+        for layer in range(periods.captured, len(self.blocks)):
+            number, place = divmod(layer - periods.head, periods.period)
+            like = periods.head + periods.period + place
+            was = before[like] if before is not None else None
+            target = cache.layers[layer]
+            for name, value in vars(cache.layers[like]).items():
+                if was is not None and name in was and was[name] is value:
+                    continue
+                position = positions.get(id(value)) if isinstance(value, torch.Tensor) else None
+                if position is not None and position in per_period:
+                    place_of = own + (number - 2) * len(per_period) + per_period.index(position)
+                    setattr(target, name, results[place_of])
+                elif was is not None or (not isinstance(value, torch.Tensor) and _is_plain(value)):
+                    setattr(target, name, value)
+
+    # -- making a program ------------------------------------------------------------------------------------------
+
+    def outline(self, program: GraphModule, inputs: Sequence[Any]) -> OutlineOfCall:
+        """Divide a lifted program of the first blocks; ``inputs`` are those that it was captured with.
+
+        Raises:
+            NotRepeated: It cannot stand for all blocks.
+        """
+        periods, lifted = self.periods, lifted_of(program)
+        roles = self._roles(program, lifted, inputs)
+        parts = outline(program, roles, periods.head, periods.period)
+        if isinstance(parts, str):
+            raise NotRepeated(parts)
+        args, kwargs = self._call
+        if why := why_not_same(self.model, self.small, args, kwargs):
+            raise NotRepeated(why)
+        return OutlineOfCall(self, program, parts, roles)
+
+    def _roles(self, program: GraphModule, lifted: Lifted, inputs: Sequence[Any]) -> dict[Node, Role]:
+        found: dict[int, list[Role]] = {}
+        for i, block in enumerate(self.blocks[: self.periods.captured]):
+            for name, tensor in (*block.named_parameters(), *block.named_buffers()):
+                found.setdefault(id(tensor), []).append((f"block.{name}", i))
+        if self._cache is not None:
+            for i, layer in enumerate(self._cache.layers[: self.periods.captured]):
+                for name, value in vars(layer).items():
+                    if isinstance(value, torch.Tensor):
+                        found.setdefault(id(value), []).append((f"cache.{name}", i))
+        tensors = [*lifted.parameters, *(inputs[i] for i in lifted.inputs)]
+        placeholders = program.graph.find_nodes(op="placeholder")
+        roles = {
+            node: own[0]
+            for node, tensor in zip(placeholders, tensors, strict=True)
+            if len(own := found.get(id(tensor), [])) == 1
+        }
+        captured = info_of(lifted.source).inputs
+        examples = dict(zip(placeholders, [*lifted.parameters, *(captured[i] for i in lifted.inputs)], strict=True))
+        return {**roles, **_roles_of_sizes(examples, roles)}
+
+    def tensor(self, role: Role) -> Any:
+        """The tensor, or the size of a tensor, that has this role in its block, in the current call."""
+        if role[0].startswith("size."):
+            _, dim, name = role[0].split(".", 2)
+            return _sizes_of(self.tensor((name, role[1])))[int(dim)]
+        kind, _, name = role[0].partition(".")
+        if kind == "cache":
+            return getattr(self._cache.layers[role[1]], name)
+        path, _, leaf = name.rpartition(".")
+        return getattr(self.blocks[role[1]].get_submodule(path), leaf)
+
+    def note(self, program: OutlinedProgram, results: list[Any]) -> None:
+        """Keep what a program has returned for :meth:`run`."""
+        self._results = program, results
+
+
+class OutlineOfCall:
+    """The outline of one lifted program: the parameters and inputs of the blocks that it does not have.
+
+    Attributes:
+        parameters: Their parameters: arguments after those of the program.
+        like: For each of their inputs, the position of the input of the program that it is like.
+    """
+
+    def __init__(self, owner: BlockPrograms, program: GraphModule, parts: Outline, roles: dict[Node, Role]) -> None:
+        self._owner, self._program, self._parts, self._roles = owner, program, parts, roles
+        periods, lifted = owner.periods, lifted_of(program)
+        placeholders = program.graph.find_nodes(op="placeholder")
+        count = len(lifted.parameters)
+        later = periods.head + periods.period
+        template = {node: i for i, node in enumerate(placeholders) if node in roles and roles[node][1] >= later}
+        others = [
+            (roles[node][0], block)
+            for node in template
+            for block in range(roles[node][1] + periods.period, len(owner.blocks), periods.period)
+        ]
+        by_role = {roles[node]: i for node, i in template.items()}
+
+        def like(role: Role) -> int:
+            return by_role[role[0], later + (role[1] - later) % periods.period]
+
+        of_parameters = [role for role in others if like(role) < count]
+        self._inputs = [role for role in others if like(role) >= count]
+        self.like = [like(role) - count for role in self._inputs]
+        self.parameters: list[nn.Parameter] = [owner.tensor(role) for role in of_parameters]
+        for role, parameter in zip(of_parameters, self.parameters, strict=True):
+            known = lifted.parameters[like(role)]
+            same = isinstance(parameter, ShardedTensor) == isinstance(known, ShardedTensor)
+            if not same or form_of(like_shard(parameter)) != form_of(like_shard(known)):
+                raise NotRepeated(f"{role[0]} of block {role[1]} has a shard of another form")
+        slots: dict[Any, int] = {}
+        for node in (*placeholders[:count], *of_parameters, *placeholders[count:], *self._inputs):
+            slots[node] = len(slots)
+        self._arguments = Arguments(placeholders, roles, others, slots)
+        self._seen: list[Any] = []
+        self._select = picker(self.like)
+
+    def compiled(self, compile_piece: CompilePiece) -> OutlinedProgram:
+        """The program of all blocks."""
+        periods, lifted = self._owner.periods, lifted_of(self._program)
+        return OutlinedProgram(
+            self._program,
+            self._parts,
+            self._arguments,
+            periods.head,
+            periods.period,
+            periods.count,
+            lifted.examples,
+            lifted.fake_mode,
+            compile_piece,
+        )
+
+    def inputs(self, own: Sequence[Any]) -> list[Any]:
+        """The inputs of the other blocks; ``own`` are those of the program. Each must be like one of these.
+
+        Raises:
+            ParametersReplaced: It is not.
+        """
+        found = [self._owner.tensor(role) for role in self._inputs]
+        for tensor, like in zip(found, self._select(own), strict=True):
+            if not _alike(tensor, like):
+                raise ParametersReplaced("the layers of the KV cache differ in their form")
+        return found
+
+    def note(self, program: OutlinedProgram, results: list[Any]) -> None:
+        """Keep what the program has returned for the call that is running."""
+        self._owner.note(program, results)
+
+
+def find_block_programs(model: nn.Module) -> BlockPrograms | None:
+    """The programs of a model's first blocks, if its blocks repeat."""
+    periods = find_periods(model)
+    return BlockPrograms(model, periods) if periods is not None else None
+
+
+def _dicts_of(blocks: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Everything that modules consist of."""
+    modules = [module for block in blocks for module in block.modules()]
+    held = [d for m in modules for d in (m._parameters, m._buffers, m._modules)]
+    return [*(m.__dict__ for m in modules), *held]
+
+
+def _sizes_of(tensor: Any) -> tuple[Any, ...]:
+    """The sizes of a tensor, and of its shard."""
+    return (*tensor.shape, *(tensor.local.shape if isinstance(tensor, ShardedTensor) else ()))
+
+
+def _roles_of_sizes(examples: dict[Node, Any], roles: Mapping[Node, Role]) -> dict[Node, Role]:
+    """Sizes among the inputs that are sizes of the tensors of one block: how long its layer of a KV cache is."""
+    found: dict[str, dict[int, Role]] = {}
+    for node, (name, block) in roles.items():
+        for dim, size in enumerate(_sizes_of(examples[node])):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                found.setdefault(str(size), {}).setdefault(block, (f"size.{dim}.{name}", block))
+    sizes = {
+        node: list(found.get(str(value), {}).values())
+        for node, value in examples.items()
+        if isinstance(value, torch.SymInt)
+    }
+    return {node: own[0] for node, own in sizes.items() if len(own) == 1}
+
+
+def _alike(tensor: Any, like: Any) -> bool:
+    if isinstance(like, int):
+        return isinstance(tensor, int) and tensor == like
+    if isinstance(like, ShardedTensor):
+        if not isinstance(tensor, ShardedTensor) or tensor._spec != like._spec:
+            return False
+        tensor, like = tensor._local, like._local
+    return bool(
+        isinstance(tensor, torch.Tensor)
+        and not isinstance(tensor, ShardedTensor)
+        and tensor.shape == like.shape
+        and tensor.dtype == like.dtype
+        and tensor.device == like.device
+        and tensor.stride() == like.stride()
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, PLAIN)
+
+
+def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What distinguishes kinds of calls: which arguments there are, their dimensions, and the class of the cache."""
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, *(min(n, 2) for n in value.shape)
+        return value if isinstance(value, (int, bool, str, type(None))) else type(value)
+
+    return (*map(of, args), *((name, of(value)) for name, value in kwargs.items()))
+
+
+def _caches_of(result: Any) -> list[Any]:
+    values = result.values() if isinstance(result, Mapping) else result if isinstance(result, (list, tuple)) else ()
+    return [value for value in values if is_cache(value)]
+
+
+def _replaced(result: Any, old: Any, new: Any) -> Any:
+    """A result with ``new`` in place of ``old``."""
+    if isinstance(result, dict):
+        for name, value in list(result.items()):
+            if value is old:
+                result[name] = new
+        return result
+    if type(result) in (tuple, list):
+        return type(result)(new if value is old else value for value in result)
+    return new if result is old else result
