@@ -58,6 +58,7 @@ __all__ = [
     "dispatch_mode_depth",
     "fake_tensor_logger",
     "foreach_mul",
+    "foreach_zero",
     "forward_hooks",
     "fused_sdp_choice",
     "global_module_hooks",
@@ -134,6 +135,9 @@ def register_ordered_effect(name: str) -> None:
 
 fused_sdp_choice: Callable[..., int] = torch._fused_sdp_choice
 """Which kernel ``scaled_dot_product_attention`` picks for these tensors."""
+
+foreach_zero: Callable[..., Any] = torch._foreach_zero_
+"""Zero a list of tensors in place, in one launch."""
 
 foreach_mul: Callable[..., Any] = torch._foreach_mul
 """A list of tensors times a scalar in one launch; the fused copy of many tensors (``_foreach_copy_`` loops)."""

@@ -19,7 +19,8 @@ import inspect
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -101,6 +102,31 @@ class InputCheck:
         elif self._is_due(args, kwargs):
             self._exchange()
         return result
+
+    @contextmanager
+    def comparing_tokens(self) -> Iterator[None]:
+        """Inside, calls are not compared by their arguments: a generation loop compares the tokens of its steps, which
+        it looks at anyway (:meth:`compare_tokens`)."""
+        self.active = True
+        try:
+            yield
+        except RankMismatchError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            self._explain(error)
+            raise
+        finally:
+            self.active = False
+
+    def compare_tokens(self, tokens: torch.Tensor) -> None:
+        """Compare the tokens of a decode step, which are on the host. A collective, every few steps at least."""
+        self.note("a decode step", ("input_ids",), (tokens,), {})
+        if self.steps:
+            self.steps += 1
+        if self.board is not None:
+            self._compare()
+        elif self._count % STORE_INTERVAL == 0:
+            self._exchange()
 
     def note(self, what: str, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Post the checksums of some arguments."""

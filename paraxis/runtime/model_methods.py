@@ -29,6 +29,7 @@ from .agreed_generate import agreed_generate
 from .compiled_call import CompiledCall
 from .continuous_batching import bounded_cache
 from .conversion import install_conversion
+from .generation.install import install_generation_loop
 from .redirect_forward import compiled_call_of, model_copier, redirect_forward
 from .submodule_call import already_compiled, has_forward, install_submodule_call
 
@@ -53,6 +54,7 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
         if name and has_forward(part) and any(True for _ in part.parameters()):
             path = f"{call.name}.{name}" if call.name else name
             install_submodule_call(part, partial(CompiledCall, part, ctx, call.config, path))
+    install_generation_loop(model, ctx, call.config)
     if hasattr(model, "generate") and dist.get_world_size(ctx.world_group) > 1:
         model.generate = agreed_generate(model.generate, model, ctx, call.config)
     model.compile = already_compiled

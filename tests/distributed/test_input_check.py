@@ -161,3 +161,29 @@ def test_arguments_are_compared_and_something_comes_with_them(ranks: Any) -> Non
     assert ranks(2).run(arguments, False) == [([0, 1], "")] * 2
     for _, text in ranks(2).run(arguments, True):
         assert "top_k differs: 0 on rank 0, 1 on rank 1" in text
+
+
+def compares_tokens(transport: str) -> dict[str, Any]:
+    """Tokens of decode steps that are the same, and then differ."""
+    compared, rank = check(transport), dist.get_rank()
+    compared.steps = 2
+    with compared.comparing_tokens():
+        assert compared.active
+        for token in range(3):
+            compared.compare_tokens(torch.tensor([token]))
+            dist.barrier()
+
+        def differ() -> None:
+            for _ in range(STORE_INTERVAL):
+                compared.compare_tokens(torch.tensor([7 + rank]))
+                dist.barrier()
+
+        found = message(differ)
+    return {"message": found, "active": compared.active}
+
+
+@pytest.mark.parametrize("transport", ["board", "store"])
+def test_tokens_of_a_generation_loop_are_compared(ranks: Any, transport: str) -> None:
+    for found in ranks(2).run(compares_tokens, transport):
+        assert "input_ids" in found["message"] and "sampled different tokens" in found["message"]
+        assert not found["active"]

@@ -1,0 +1,85 @@
+"""Where the generation loop runs, and where transformers' own does."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ...compat.generation import clear_dynamic_cache, has_plain_loop, install_sampling_loop
+from ...config import Config
+from ...context import ParallelExecutionCtx
+from .decode_state import StatePool
+from .loop import GenerationLoop, StepFailed
+from .request import Request, request_of
+
+logger = logging.getLogger("paraxis")
+
+
+def fast_generation(ctx: ParallelExecutionCtx, config: Config) -> bool:
+    """Whether the generation loop pays: where launching kernels and waiting for the device costs more than a
+    preallocated cache that attention reads in full."""
+    return ctx.current_device.type == "cuda" and config.compile == "inductor"
+
+
+def install_generation_loop(model: Any, ctx: ParallelExecutionCtx, config: Config) -> None:
+    """Let ``generate`` of a parallel model run the generation loop where it can and where that pays."""
+    if has_plain_loop(model):
+        install_sampling_loop(model, Generation(ctx, config))
+
+
+class Generation:
+    """What ``generate`` of one model calls to sample or to decode greedily."""
+
+    def __init__(self, ctx: ParallelExecutionCtx, config: Config) -> None:
+        self.ctx, self.config = ctx, config
+        self.pool = StatePool(ctx.current_device)
+        self.works = True
+        """Whether no decode step on a preallocated cache has failed."""
+
+    def __call__(
+        self,
+        model: Any,
+        plain: Callable[..., Any],
+        input_ids: Any,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **inputs: Any,
+    ) -> Any:
+        """What transformers' loop, ``plain``, returns."""
+        otherwise = partial(
+            plain,
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **inputs,
+        )
+        if not self.works or not fast_generation(self.ctx, self.config):
+            return otherwise()
+        request = request_of(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs
+        )
+        return otherwise() if request is None else self._run(model, request, otherwise)
+
+    def _run(self, model: Any, request: Request, otherwise: Callable[[], Any]) -> Any:
+        """The result of the loop; that of ``otherwise`` if the model does not run with a preallocated cache."""
+        loop = GenerationLoop(model, self.ctx, self.pool, request)
+        drawn = None if loop.generator is None else loop.generator.get_state()
+        try:
+            return loop.run()
+        except StepFailed as error:
+            self.works = False
+            if self.ctx.is_first:
+                reason = (str(error).splitlines() or [type(error.__cause__).__name__])[0]
+                logger.warning("generate uses a growing KV cache, since a preallocated one failed: %s", reason)
+        if loop.generator is not None and drawn is not None:
+            loop.generator.set_state(drawn)
+        clear_dynamic_cache(request.cache)
+        return otherwise()
