@@ -58,17 +58,16 @@ class Generation:
             stopping_criteria=stopping_criteria,
             generation_config=generation_config,
             synced_gpus=synced_gpus,
-            streamer=streamer,
             **inputs,
         )
         if not self.works or not fast_generation(self.ctx, self.config):
-            return otherwise()
+            return otherwise(streamer=streamer)
         request = request_of(
             model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs
         )
-        return otherwise() if request is None else self._run(model, request, otherwise)
+        return otherwise(streamer=streamer) if request is None else self._run(model, request, otherwise)
 
-    def _run(self, model: Any, request: Request, otherwise: Callable[[], Any]) -> Any:
+    def _run(self, model: Any, request: Request, otherwise: Callable[..., Any]) -> Any:
         """The result of the loop; that of ``otherwise`` if the model does not run with a preallocated cache."""
         loop = GenerationLoop(model, self.ctx, self.pool, request)
         drawn = None if loop.generator is None else loop.generator.get_state()
@@ -82,4 +81,22 @@ class Generation:
         if loop.generator is not None and drawn is not None:
             loop.generator.set_state(drawn)
         clear_dynamic_cache(request.cache)
-        return otherwise()
+        streamer = request.streamer
+        return otherwise(streamer=streamer and WithoutFirst(streamer, loop.streamed))
+
+
+class WithoutFirst:
+    """A streamer that has got the first tokens already."""
+
+    def __init__(self, streamer: Any, count: int) -> None:
+        self.streamer, self.count = streamer, count
+
+    def put(self, value: Any) -> None:
+        """Pass on the tokens of a step, but for the first steps."""
+        self.count -= 1
+        if self.count < 0:
+            self.streamer.put(value)
+
+    def end(self) -> None:
+        """Pass on the end."""
+        self.streamer.end()

@@ -33,7 +33,7 @@ PASSED_ON = (RankMismatchError, CollectiveError, torch.OutOfMemoryError)
 
 
 class StepFailed(RuntimeError):
-    """The first decode step of a new kind failed. Nothing was streamed yet, so that another loop can start again."""
+    """The first decode step of a new kind failed. Another loop can start again, but for tokens that were streamed."""
 
 
 class GenerationLoop:
@@ -58,6 +58,8 @@ class GenerationLoop:
         self.state = pool.take(ids.shape[0], capacity_for(self._first_limit()), rows, mask is not None)
         self.look = LateLook(ids.shape[0], ids.device)
         self.generator = _generator_of(ids.device) if request.sample else None
+        self.streamed = 0
+        """Steps whose tokens the streamer has."""
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
         self.others = {k: v for k, v in request.inputs.items() if k == "logits_to_keep" and v is not None}
@@ -83,7 +85,7 @@ class GenerationLoop:
         self._choose(logits, request.input_ids)
         del logits
         # Nobody should wait for the first token until the next step was started.
-        ended = request.streamer is not None and state.has_run and self._look()
+        ended = request.streamer is not None and self._look()
         filled = not ended and not self._is_last()
         if filled:
             with decode_implementations(self.model), self._own_comparison():
@@ -194,6 +196,7 @@ class GenerationLoop:
             check.compare_tokens(seen.tokens)
         if self.request.streamer is not None:
             self.request.streamer.put(seen.tokens)
+            self.streamed += 1
         return seen.stopped
 
     def _settle(self) -> bool:
