@@ -25,6 +25,7 @@ from torch._C import (
     _set_grad_enabled,
 )
 from torch._decomp import core_aten_decompositions
+from torch._dispatch.python import enable_python_dispatcher
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket, _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
@@ -56,6 +57,7 @@ __all__ = [
     "current_graph_task",
     "disable_dispatch_modes",
     "dispatch_mode_depth",
+    "enable_python_dispatcher",
     "fake_tensor_logger",
     "foreach_mul",
     "foreach_zero",

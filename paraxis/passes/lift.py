@@ -199,6 +199,20 @@ class LayerCall:
         with override_shards(self.weights, args[count:]):
             return self.layer(*args[:count])
 
+    def does_the_same_as(self, other: Any) -> bool:
+        """Whether another call computes the same from equal arguments: a layer of its kind, with equal options."""
+        return isinstance(other, LayerCall) and _options(self.layer) == _options(other.layer)
+
+
+def _options(layer: nn.Module) -> Any:
+    """What a parallel layer's forward depends on besides its arguments and the values of its parameters."""
+    own = {name: value for name, value in vars(layer).items() if name not in ("_parameters", "_modules", "_buffers")}
+    parameters = {
+        name: None if p is None else (tuple(p.shape), p.dtype, getattr(getattr(p, "spec", None), "placement", None))
+        for name, p in layer.named_parameters()
+    }
+    return type(layer), own, parameters, [*layer.named_buffers()], [type(module) for module in layer.modules()]
+
 
 def _results(node: Node, nodes: dict[Node, Any], lifted: Lifted) -> list[Any]:
     """The tensors and numbers to return. Their structure and wrappers are noted in ``lifted``."""

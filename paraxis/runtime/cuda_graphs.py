@@ -129,7 +129,10 @@ class CUDAGraphRunner:
         self._last: list[Any] = []
 
     def __call__(self, shards: list[torch.Tensor], inputs: list[Any]) -> Any:
-        """Replay the graph of these inputs; capture one, if the call before had the same caches; or just run."""
+        """Replay the graph of these inputs; capture one, if the call before had the same caches; or just run: also as
+        part of what somebody else captures."""
+        if torch.cuda.is_current_stream_capturing():
+            return self._run(shards, inputs)
         for graph in self.graphs:
             if graph.matches(shards, inputs):
                 return graph.replay(inputs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from ..compat.torch import FakeTensor, plain_size
+from ..compat.torch import FakeTensor, enable_python_dispatcher, plain_size
 from ..graph.outline import Outline, Piece, Role
 from .guards import picker
 
@@ -150,7 +150,8 @@ class OutlinedProgram:
 def _values(program: GraphModule, examples: Sequence[Any], fake_mode: Any) -> dict[Node, Any]:
     """The (fake) value of every node, all of one mode: Dynamo's own for inputs is another than that for backends."""
     interpreter = Interpreter(program, garbage_collect_values=False)
-    with fake_mode, torch.no_grad():
+    # The dispatcher in Python: some operators have no other implementation for symbolic sizes.
+    with fake_mode, torch.no_grad(), enable_python_dispatcher():
         interpreter.run(
             *(_like(x) if isinstance(x, FakeTensor) and x.fake_mode is not fake_mode else x for x in examples)
         )

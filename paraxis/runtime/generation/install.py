@@ -10,6 +10,7 @@ from typing import Any
 from ...compat.generation import clear_dynamic_cache, has_plain_loop, install_sampling_loop
 from ...config import Config
 from ...context import ParallelExecutionCtx
+from ...passes.setting import compiles
 from .decode_state import StatePool
 from .loop import GenerationLoop, StepFailed
 from .request import Request, request_of
@@ -20,7 +21,7 @@ logger = logging.getLogger("paraxis")
 def fast_generation(ctx: ParallelExecutionCtx, config: Config) -> bool:
     """Whether the generation loop pays: where launching kernels and waiting for the device costs more than a
     preallocated cache that attention reads in full."""
-    return ctx.current_device.type == "cuda" and config.compile == "inductor"
+    return ctx.current_device.type == "cuda" and compiles(ctx, config)
 
 
 def install_generation_loop(model: Any, ctx: ParallelExecutionCtx, config: Config) -> None:
