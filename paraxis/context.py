@@ -20,6 +20,7 @@ from .distributed.mesh import Groups, groups_of
 if TYPE_CHECKING:
     from .data_parallel.grad_reducer import GradReducer
     from .plan import Plan
+    from .runtime.early_launch import EarlyLaunches
 
 
 @dataclass
@@ -39,6 +40,7 @@ class EngineState:
         input_check: What compares the inputs of calls between tensor-parallel ranks; None where nothing does.
         first_blocks: Whether the graph that is compiled now is that of a model's first blocks, for all of them.
         graph_pool: The memory pool that the CUDA graphs of this context share, once there is one.
+        early_launches: What launches the prefill of a repeated ``generate`` early, on a GPU.
     """
 
     planning: bool = False
@@ -53,6 +55,7 @@ class EngineState:
     input_check: InputCheck | None = None
     first_blocks: bool = False
     graph_pool: Any = None
+    early_launches: EarlyLaunches | None = None
 
 
 @dataclass

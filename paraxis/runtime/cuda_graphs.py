@@ -18,9 +18,13 @@ import torch
 
 from ..compat.torch import foreach_mul
 from ..context import ParallelExecutionCtx
+from ..tensor.sharded_tensor import shards_version
+from .early_launch import EarlyLaunches
 
 LIVE_GRAPHS = 4
 """Graphs that a program holds at a time: one for each set of caches in use."""
+MAX_COPIED = 1 << 20
+"""Bytes that are copied for every replay of a graph none of whose inputs stays the same."""
 
 
 def pool_of(ctx: ParallelExecutionCtx) -> Any:
@@ -65,6 +69,7 @@ class CUDAGraphReplay:
             self._scalars = torch.zeros(len(scalars), 2, dtype=torch.int64, device=device)[:, 0]
             self._buffers.update(zip(scalars, self._scalars.unbind(), strict=True))
         self._last_scalars: torch.Tensor | None = None
+        self._version = shards_version()
         arguments = [self._buffers.get(i, x) for i, x in enumerate(inputs)]
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
@@ -90,7 +95,10 @@ class CUDAGraphReplay:
         here = [inputs[i] for i in self.static]
         if not all(ref() is x for ref, x in zip(self._objects, here, strict=True)):
             return False
-        return _addresses(shards) + _addresses(here) == self._addresses
+        if _addresses(shards) + _addresses(here) != self._addresses:
+            return False
+        self._version = shards_version()
+        return True
 
     def replay(self, inputs: list[Any]) -> list[Any]:
         """Run the graph on the inputs of a matching call."""
@@ -101,12 +109,51 @@ class CUDAGraphReplay:
             if self._last_scalars is None or not torch.equal(scalars, self._last_scalars):
                 self._scalars.copy_(scalars, non_blocking=True)  # memory that is not pinned is read at once
                 self._last_scalars = scalars
+        self.launch()
+        return self.results()
+
+    def launch(self) -> None:
+        """Run the graph on the inputs that its buffers have."""
         self.graph.replay()
+
+    def results(self) -> list[Any]:
+        """What it has returned, in memory that the next launch leaves alone."""
         results = list(self._results)
         for positions in self._to_copy:
             for i, copy in zip(positions, _copies([results[i] for i in positions]), strict=True):
                 results[i] = copy
         return results
+
+    # -- launches before the call is prepared (:mod:`.early_launch`) ---------------------------------------------
+
+    def launchable(self) -> bool:
+        """Whether everything that the graph reads is where it was, so that it can run whoever calls it."""
+        here = [ref() for ref in self._objects]
+        return (
+            self._version == shards_version()  # the program that this graph belongs to holds the shards
+            and all(x is not None for x in here)
+            and _addresses(here) == self._addresses[len(self._addresses) - len(here) :]  # type: ignore[arg-type]
+        )
+
+    def put(self, position: int, value: torch.Tensor) -> None:
+        """Copy the input at this position to its buffer."""
+        self._buffers[position].copy_(value)
+
+    def has(self, inputs: list[Any]) -> bool:
+        """Whether the buffers have the values of these inputs. Waits for the current stream."""
+        if self.scalars:
+            scalars = torch.stack([inputs[i] for i in self.scalars])
+            if self._last_scalars is None or not torch.equal(scalars, self._last_scalars):
+                return False
+        equal = [(self._buffers[i] == inputs[i]).all() for i in self._copied]
+        return not equal or bool(torch.stack(equal).all())
+
+    def position_of(self, value: torch.Tensor, inputs: list[Any]) -> int | None:
+        """The input with this value that is copied to a buffer."""
+        for i in self._copied:
+            if inputs[i].shape == value.shape and inputs[i].dtype == value.dtype and torch.equal(inputs[i], value):
+                return i
+        return None
 
 
 class CUDAGraphRunner:
@@ -120,29 +167,44 @@ class CUDAGraphRunner:
         written: Positions of the inputs that the program writes to: KV caches.
         scalars: Positions of the inputs that come as scalars on the host and are used on the device.
         pool: The memory pool, by :func:`pool_of`.
+        early: What launches graphs before they are called for.
     """
 
-    def __init__(self, program: Callable[..., Any], written: Sequence[int], scalars: Sequence[int], pool: Any) -> None:
+    def __init__(
+        self,
+        program: Callable[..., Any],
+        written: Sequence[int],
+        scalars: Sequence[int],
+        pool: Any,
+        early: EarlyLaunches | None = None,
+    ) -> None:
         self.program, self.written, self.scalars, self.pool = program, list(written), list(scalars), pool
+        self.early = early
         self.graphs: list[CUDAGraphReplay] = []
         self.capturable = True
         self._last: list[Any] = []
+        self._ran = False
 
     def __call__(self, shards: list[torch.Tensor], inputs: list[Any]) -> Any:
         """Replay the graph of these inputs; capture one, if the call before had the same caches; or just run: also as
         part of what somebody else captures."""
         if torch.cuda.is_current_stream_capturing():
             return self._run(shards, inputs)
+        early = self.early
         for graph in self.graphs:
             if graph.matches(shards, inputs):
-                return graph.replay(inputs)
+                taken = early is not None and not self.written and early.take(graph, inputs)
+                return graph.results() if taken else self._replay(graph, inputs)
+        if early is not None:
+            early.settle()
         if not self.capturable:
             return self._run(shards, inputs)
         static = [i for i, ref in enumerate(self._last) if ref is not None and ref() is inputs[i]]
         self._last = [weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs]
         for i in self.scalars:
             self._last[i] = None  # updated in place
-        if not static or not set(self.written) <= set(static):
+        first, self._ran = not self._ran, True
+        if first or not set(self.written) <= set(static) or not (static or _bytes(inputs) <= MAX_COPIED):
             return self._run(shards, inputs)
         if not self._is_capturable(inputs, shards[0].device):
             self.capturable = False
@@ -168,6 +230,11 @@ class CUDAGraphRunner:
         self.graphs.insert(0, graph)
         return graph.replay(inputs)
 
+    def _replay(self, graph: CUDAGraphReplay, inputs: list[Any]) -> list[Any]:
+        if self.early is not None:
+            self.early.settle()
+        return graph.replay(inputs)
+
 
 def on_device(inputs: list[Any], scalars: list[int], device: torch.device | None) -> list[Any]:
     """The inputs, with those at the positions ``scalars`` moved to the device, in one copy."""
@@ -185,6 +252,10 @@ def _copies(tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
     if len(tensors) < 2 or tensors[0].dtype == torch.bool:
         return [x.clone() for x in tensors]
     return foreach_mul(tensors, 1)  # type: ignore[no-any-return]  # a foreach copy launches a kernel per tensor
+
+
+def _bytes(inputs: Sequence[Any]) -> int:
+    return sum(x.nbytes for x in inputs if isinstance(x, torch.Tensor))
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -25,6 +25,7 @@ from ..passes.setting import inductor_options
 from ..tensor.sharded_tensor import ShardedTensor, unwrap
 from .block_programs import OutlineOfCall
 from .cuda_graphs import CUDAGraphRunner, on_device, pool_of
+from .early_launch import EarlyLaunches
 from .guards import HeldShards, ParametersReplaced, form_of, picker, with_same_parameters
 from .outlined_program import OutlinedProgram
 from .stride_guard import ShardGuard
@@ -61,7 +62,7 @@ def compile_program(
     if grad:
         return _caller(lifted, _copy_results(compiled) if cuda_graphs else compiled)
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in lifted.examples)
-    return _caller(lifted, compiled, pool_of(ctx) if cuda_graphs and on_gpu else None, blocks)
+    return _caller(lifted, compiled, pool_of(ctx) if cuda_graphs and on_gpu else None, blocks, ctx.state.early_launches)
 
 
 def run_uncompiled(program: GraphModule) -> Callable[..., Any]:
@@ -102,7 +103,11 @@ def _copy_results(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _caller(
-    lifted: Lifted, compiled: Callable[..., Any], pool: Any = None, blocks: OutlineOfCall | None = None
+    lifted: Lifted,
+    compiled: Callable[..., Any],
+    pool: Any = None,
+    blocks: OutlineOfCall | None = None,
+    early: EarlyLaunches | None = None,
 ) -> Callable[..., Any]:
     """What is called with the arguments of the captured graph; with ``pool``, captured as a CUDA graph if possible."""
     inputs_of_graph = info_of(lifted.source).inputs
@@ -120,7 +125,7 @@ def _caller(
     held = None if sharded_over_dp else HeldShards(parameters, forms)
     written = [i for i, position in enumerate(lifted.inputs) if position in lifted.written]
     written += [own + i for i, other in enumerate(like) if other in written]
-    runner = CUDAGraphRunner(compiled, written, scalars, pool) if pool is not None else None
+    runner = CUDAGraphRunner(compiled, written, scalars, pool, early) if pool is not None else None
 
     def unsharded() -> list[torch.Tensor]:
         shards = [unwrap(p) for p in parameters]

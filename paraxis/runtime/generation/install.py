@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 from ...compat.generation import clear_dynamic_cache, has_plain_loop, install_sampling_loop
 from ...config import Config
 from ...context import ParallelExecutionCtx
 from ...passes.setting import compiles
+from ..early_launch import EarlyLaunches
 from .decode_state import StatePool
 from .loop import GenerationLoop, StepFailed
 from .request import Request, request_of
@@ -28,6 +29,21 @@ def install_generation_loop(model: Any, ctx: ParallelExecutionCtx, config: Confi
     """Let ``generate`` of a parallel model run the generation loop where it can and where that pays."""
     if has_plain_loop(model):
         install_sampling_loop(model, Generation(ctx, config))
+        if ctx.current_device.type == "cuda" and config.compile is not None:
+            ctx.state.early_launches = EarlyLaunches(ctx.current_device)
+            model.generate = _launching_early(model.generate, ctx.state.early_launches)
+
+
+def _launching_early(generate: Callable[..., Any], early: EarlyLaunches) -> Callable[..., Any]:
+    """A model's ``generate`` whose prefill starts before it is prepared, if its prompt is like an earlier one."""
+
+    @wraps(generate)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
+        with early.prefill_of(prompt):
+            return generate(*args, **kwargs)
+
+    return run
 
 
 class Generation:
