@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .capture.dummy_inputs import example_calls
+from .compat.inductor import start_compile_workers
 from .config import Config, names_of_config, split_config
 from .context import ParallelExecutionCtx
 from .data_parallel import check_option
@@ -80,6 +81,8 @@ def parallelize_model(
     for group in (parallel_ctx.tp_group, parallel_ctx.world_group):
         limit_waits(group, config.sync_timeout)
     check_option(parallel_ctx, config)
+    if parallel_ctx.current_device.type == "cuda" and config.compile is not None:
+        start_compile_workers()  # they are there when the weights are
     examples = kwargs.pop("example_inputs", None)
     folder, dtype, group = None, dtype if dtype is not None else torch_dtype, parallel_ctx.world_group
     # Resolve the checkpoint and build the model on the meta device.

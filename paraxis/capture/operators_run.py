@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):
         """Note where a tensor comes from, unless that is known."""
         if id(tensor) not in self._from:
             self._from[id(tensor)] = where
-            self._alive.append(tensor)  # or its id would be given to another one
+            self._alive.append(tensor)  # or its id would be that of another one
 
     def _where(self, tensor: torch.Tensor) -> Any:
         found = self._from.get(id(tensor))

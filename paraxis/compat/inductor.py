@@ -25,6 +25,7 @@ __all__ = [
     "load_cpp_library",
     "options_of_mode",
     "shut_down_compile_workers",
+    "start_compile_workers",
 ]
 
 
@@ -79,6 +80,14 @@ def load_cpp_library(source: str) -> Any:
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(source)
+
+
+def start_compile_workers() -> None:
+    """Start the processes that Inductor compiles Triton kernels in, without waiting for them: it takes them as long as
+    it takes to import torch."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()  # it gives them a first, empty job
 
 
 def shut_down_compile_workers() -> None:

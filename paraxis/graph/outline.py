@@ -316,9 +316,23 @@ def same_target(module: GraphModule, a: Node, b: Node) -> bool:
         return bool(alike is not None and alike(b.target))
     if a.op == "get_attr":
         x, y = (_attribute(module, str(n.target)) for n in (a, b))
+        if isinstance(x, GraphModule) and isinstance(y, GraphModule):
+            return _same_graphs(x, y)
         same = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)
         return bool(same and x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y))
     return False
+
+
+def _same_graphs(a: GraphModule, b: GraphModule) -> bool:
+    """Whether two graphs that others refer to call the same on the same."""
+    pairs = dict(zip(a.graph.nodes, b.graph.nodes, strict=False))
+    return len(a.graph.nodes) == len(b.graph.nodes) and all(
+        x.op == y.op
+        and x.op in ("placeholder", "call_function", "output")
+        and (x.op == "placeholder" or x.target is y.target)
+        and same_tree((x.args, dict(x.kwargs)), (y.args, dict(y.kwargs)), lambda m, n: pairs.get(m) is n)
+        for x, y in pairs.items()
+    )
 
 
 def same_tree(a: Any, b: Any, same_node: Callable[[Node, Node], bool]) -> bool:

@@ -1,4 +1,4 @@
-"""Lifting: the local program on plain tensors, which is what Inductor takes.
+"""Lifting: the local program on plain tensors, which is what Inductor takes, and what is called for several blocks.
 
 The inputs of the local program are those of the captured graph: sharded parameters and KV caches, plain tensors,
 numbers. The inputs of the lifted one are the shards of the parameters, then the other inputs or their shards; its
@@ -20,12 +20,13 @@ from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..graph.local_program import INFO, info_of
 from ..graph.mutation import mutated
+from ..kernels.cpu.gemv import linear
 from ..layers import ColumnParallelLinear, RowParallelLinear
 from ..optimize.prefill import move_scalars_to_device
 from ..tensor.graph_io import wrap_shard
 from ..tensor.sharded_tensor import ShardedTensor, override_shards, unwrap
 from .base import PassBase
-from .setting import Setting
+from .setting import Setting, compiles
 
 LIFTED = "paraxis_lifted"
 """In ``graph_module.meta`` of a lifted program: its :class:`Lifted`."""
@@ -92,13 +93,13 @@ class LiftShardsPass(PassBase):
     name = "lift"
 
     def applies(self, setting: Setting) -> bool:
-        """Whether Inductor compiles the program."""
+        """Whether Inductor compiles the program, or it is that of a model's first blocks."""
         return setting.lifts and not setting.searching
 
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
         """A new graph module; ``meta[LIFTED]`` says where its arguments come from."""
         info, grad = info_of(graph_module), torch.is_grad_enabled()
-        program, lifted = lift(graph_module, info.parameters)
+        program, lifted = lift(graph_module, info.parameters, aten.linear.default if compiles(ctx, config) else linear)
         lifted.fake_mode = detect_fake_mode([x for x in info.inputs if isinstance(x, torch.Tensor)])
         assert lifted.fake_mode is not None, "a graph is compiled for fake inputs"
         shards = [lifted.fake_mode.from_tensor(like_shard(p), static_shapes=True) for p in lifted.parameters]
@@ -121,8 +122,13 @@ def _local(value: Any) -> Any:
     return value.local if isinstance(value, ShardedTensor) else value
 
 
-def lift(program: GraphModule, parameters: dict[Any, nn.Parameter]) -> tuple[GraphModule, Lifted]:
-    """The program with shards for arguments, layers called with their weights, and local results."""
+def lift(
+    program: GraphModule, parameters: dict[Any, nn.Parameter], matmul: Callable[..., Any] = aten.linear.default
+) -> tuple[GraphModule, Lifted]:
+    """The program with shards for arguments, layers called with their weights, and local results.
+
+    ``matmul`` is called for parallel layers that do nothing else.
+    """
     graph = Graph()
     lifted = Lifted(program)
     nodes: dict[Node, Any] = {}
@@ -144,7 +150,7 @@ def lift(program: GraphModule, parameters: dict[Any, nn.Parameter]) -> tuple[Gra
             layer = program.get_submodule(str(node.target))
             weights = [p for p in layer.parameters() if isinstance(p, ShardedTensor)]
             args = [nodes[a] if isinstance(a, Node) else a for a in node.args]
-            call = aten.linear.default if _is_matmul(layer) else LayerCall(layer, weights, str(node.target))
+            call = matmul if _is_matmul(layer) else LayerCall(layer, weights, str(node.target))
             nodes[node] = graph.call_function(call, (*args, *(shards[id(p)] for p in weights)))
             nodes[node].meta = dict(node.meta)
         elif node.target is unwrap:
@@ -197,7 +203,7 @@ class LayerCall:
         """Call the layer with these shards in place of its parameters."""
         count = len(args) - len(self.weights)
         with override_shards(self.weights, args[count:]):
-            return self.layer(*args[:count])
+            return self.layer.forward(*args[:count])
 
     def does_the_same_as(self, other: Any) -> bool:
         """Whether another call computes the same from equal arguments: a layer of its kind, with equal options."""

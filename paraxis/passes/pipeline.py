@@ -109,62 +109,64 @@ def build_parallel_pass_pipeline() -> PassPipeline:
                 lambda m, s: recompute(m),
                 lambda s: s.grad and s.eager,
             ),
-            # The program on plain tensors, for Inductor.
+            # The program on plain tensors.
             LiftShardsPass(),
             Rewrite(
                 "scalars_to_device",
                 "Counters of KV caches are passed on the device instead of being copied layer by layer.",
                 lambda m, s: scalars_to_device(m),
-                lambda s: s.lifts and s.device == "cuda" and s.inference,
+                lambda s: s.for_inductor and s.device == "cuda" and s.inference,
             ),
             Rewrite(
                 "decode_kernels",
                 "Norm, linear layers and gate of one row become one Triton kernel, and so do RoPE, KV write and"
                 " attention of one query.",
                 lambda m, s: use_decode_kernels(m, lifted_of(m).examples, merge_counters=not s.first_blocks),
-                lambda s: s.lifts and s.device == "cuda" and s.inference and s.cuda_graphs,
+                lambda s: s.for_inductor and s.device == "cuda" and s.inference and s.cuda_graphs,
             ),
             Rewrite(
                 "decompose_single_query_attention",
                 "Attention of one query on repeated keys and values becomes sums that Inductor fuses.",
                 lambda m, s: decompose_single_query_attention(m),
-                lambda s: s.lifts and s.device == "cuda" and s.inference,
+                lambda s: s.for_inductor and s.device == "cuda" and s.inference,
             ),
             Rewrite(
                 "drop_causal_masks",
                 "Constant causal masks are dropped, so that prefill runs in the flash kernels.",
                 lambda m, s: drop_causal_masks(m),
-                lambda s: s.lifts and s.device == "cuda" and s.inference,
+                lambda s: s.for_inductor and s.device == "cuda" and s.inference,
             ),
             Rewrite(
                 "merge_narrow_linears",
                 "Narrow linear layers on the same input become one GEMM in prefill.",
                 lambda m, s: merge_narrow_linears(m, lifted_of(m).examples),
-                lambda s: s.lifts and s.device == "cuda" and s.inference,
+                lambda s: s.for_inductor and s.device == "cuda" and s.inference,
             ),
             Rewrite(
                 "fuse_rope_kv_write",
                 "RoPE and the writes into an empty KV cache become one Triton kernel per layer.",
                 lambda m, s: fuse_rope_kv_write(m),
-                lambda s: s.lifts and s.device == "cuda" and s.inference and s.cuda_graphs,
+                lambda s: s.for_inductor and s.device == "cuda" and s.inference and s.cuda_graphs,
             ),
             Rewrite(
                 "merge_cache_counters",
                 "The counters of all layers' KV caches are incremented by one operator.",
                 lambda m, s: merge_cache_counters(m),
-                lambda s: s.lifts and s.device == "cuda" and s.inference and s.cuda_graphs and not s.first_blocks,
+                lambda s: (
+                    s.for_inductor and s.device == "cuda" and s.inference and s.cuda_graphs and not s.first_blocks
+                ),
             ),
             Rewrite(
                 "store_residual_sums",
                 "Inductor stores the residual sums of a prefill instead of recomputing them at every use.",
                 lambda m, s: store_residual_sums(m),
-                lambda s: s.lifts and s.device == "cuda",
+                lambda s: s.for_inductor and s.device == "cuda",
             ),
             Rewrite(
                 "cpu_matmul_in_inductor",
                 "Inductor uses the CPU kernels for GEMV and GEMM, after its own decompositions.",
                 lambda m, s: use_cpu_matmul_in_inductor(m),
-                lambda s: s.lifts and s.device == "cpu" and s.inference,
+                lambda s: s.for_inductor and s.device == "cpu" and s.inference,
             ),
         ]
     )

@@ -62,7 +62,12 @@ class Setting:
 
     @property
     def lifts(self) -> bool:
-        """Whether the program is lifted to plain tensors, for Inductor.
+        """Whether the program is lifted to plain tensors: for Inductor, or to be called for all blocks."""
+        return self.for_inductor or (self.first_blocks and self.inference and not self.random)
+
+    @property
+    def for_inductor(self) -> bool:
+        """Whether the program is lifted to plain tensors and Inductor compiles it.
 
         Programs that draw random numbers are not: a rank draws from a state of its own for sharded tensors and from a
         common one for replicated tensors, which Inductor's generator cannot express.

@@ -17,6 +17,7 @@ from ..data_parallel.shard import shards_parameters
 from ..distributed.collectives import meet
 from ..distributed.consensus import all_gather_object, on_all_ranks
 from ..graph.local_program import draws_random, info_of
+from ..graph.python_calls import with_python_calls
 from ..passes.build import build_program
 from ..passes.lift import LIFTED, lifted_of
 from ..passes.setting import compiles, obstacle
@@ -27,7 +28,7 @@ from ..tensor.unshard import reshard_after_forward
 from ..utils.progress import stage
 from ..weights.materialize import materialize_parameters
 from .block_programs import BlockPrograms, NotRepeated, OutlineOfCall
-from .inductor import compile_program, run_uncompiled
+from .inductor import compile_program, run_outlined, run_uncompiled
 
 logger = logging.getLogger("paraxis")
 
@@ -57,7 +58,10 @@ def parallelize_backend(
     ctx.compile_times += 1
     reduce_late_parameters(example_inputs, ctx)
     outline = _outlined(program, example_inputs, ctx, config, blocks) if blocks is not None else None
-    runnable = _compiled(program, ctx, config, shown, outline) if compiles(ctx, config) else program
+    if compiles(ctx, config):
+        runnable = _compiled(program, ctx, config, shown, outline)
+    else:
+        runnable = run_outlined(program, outline) if outline is not None else with_python_calls(program)
     return reshard_after_forward(runnable) if shards_parameters(ctx, config) else runnable
 
 

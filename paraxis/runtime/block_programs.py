@@ -117,7 +117,7 @@ class BlockPrograms:
             self._call, self._cache, self._results = ((), {}), None, None
 
     def _complete(self, cache: Any, before: list[dict[str, Any]] | None) -> None:
-        """Give the layers of the other blocks what the call has given those of the first ones."""
+        """Give the layers of the other blocks what those of the first ones have got from the call."""
         if self._results is None:
             raise RuntimeError("the program of the first blocks has not run")
         program, results = self._results
@@ -235,8 +235,8 @@ class OutlineOfCall:
         self._seen: list[Any] = []
         self._select = picker(self.like)
 
-    def compiled(self, compile_piece: CompilePiece) -> OutlinedProgram:
-        """The program of all blocks."""
+    def compiled(self, compile_piece: CompilePiece | None) -> OutlinedProgram:
+        """The program of all blocks, its parts compiled by a function or, without one, run by Python."""
         periods, lifted = self._owner.periods, lifted_of(self._program)
         return OutlinedProgram(
             self._program,

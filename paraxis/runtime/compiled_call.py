@@ -103,7 +103,8 @@ class CompiledCall:
             register_late_parameters(self.module, self.name, self.ctx, self.config)
             program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config, blocks)
             malloc_trim()
-            if unguarded and not torch.is_grad_enabled() and not compiles(self.ctx, self.config):
+            checked = blocks is not None or compiles(self.ctx, self.config)  # by the program itself
+            if unguarded and not torch.is_grad_enabled() and not checked:
                 assert self.ctx.last_optimized_graph_module is not None
                 program = with_same_parameters(program, parameters_by_position(self.ctx.last_optimized_graph_module))
             return with_dispatch_modes(program)
@@ -116,7 +117,7 @@ class CompiledCall:
 
     def _first_blocks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockPrograms | None:
         """The programs of the first blocks, if this call may run them for all blocks."""
-        if self.forward is None or not compiles(self.ctx, self.config) or shards_parameters(self.ctx, self.config):
+        if self.forward is None or torch.is_grad_enabled() or shards_parameters(self.ctx, self.config):
             return None
         watch = self._watch
         if self._blocks_of is not watch or (self._blocks is not None and self._blocks.changed()):

@@ -65,6 +65,11 @@ def compile_program(
     return _caller(lifted, compiled, pool_of(ctx) if cuda_graphs and on_gpu else None, blocks, ctx.state.early_launches)
 
 
+def run_outlined(program: GraphModule, blocks: OutlineOfCall) -> Callable[..., Any]:
+    """A lifted program of the first blocks, run by Python for all of them."""
+    return _caller(lifted_of(program), blocks.compiled(None), blocks=blocks)
+
+
 def run_uncompiled(program: GraphModule) -> Callable[..., Any]:
     """A local program that Inductor cannot compile. It checks its arguments as compiled programs do, since guards on
     them were left out, unless there are gradients to compute."""
@@ -142,10 +147,10 @@ def _caller(
         if torch.is_grad_enabled():
             results = compiled(*(unwrap(p) for p in parameters), *(unwrap(x) for x in inputs(args)))
         else:
-            given = inputs(args)
+            passed = inputs(args)
             if blocks is not None:
-                given = (*given, *blocks.inputs(given))
-            local = [x._local if isinstance(x, ShardedTensor) else x for x in given]
+                passed = (*passed, *blocks.inputs(passed))
+            local = [x._local if isinstance(x, ShardedTensor) else x for x in passed]
             shards = unsharded() if held is None else held.shards()
             if runner is not None:
                 results = runner(shards, local)

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ..compat.torch import FakeTensor, enable_python_dispatcher, plain_size
 from ..graph.outline import Outline, Piece, Role
+from ..graph.python_calls import with_python_calls
 from .guards import picker
 
 CompilePiece = Callable[[GraphModule, list[Any]], Callable[..., Any]]
@@ -52,7 +53,7 @@ class OutlinedProgram:
         count: How many periods there are.
         examples: Fake arguments of the program of the first blocks.
         fake_mode: Their mode.
-        compile_piece: Compiles the parts.
+        compile_piece: Compiles the parts; None if Python runs them.
     """
 
     def __init__(
@@ -65,9 +66,9 @@ class OutlinedProgram:
         count: int,
         examples: Sequence[Any],
         fake_mode: Any,
-        compile_piece: CompilePiece,
+        compile_piece: CompilePiece | None,
     ) -> None:
-        values = _values(program, examples, fake_mode)
+        values = _values(program, examples, fake_mode) if compile_piece is not None else {}
         symbols = _Symbols(arguments.own, values)
         by_role: dict[Role, Any] = {role: node for node, role in arguments.roles.items()}
 
@@ -80,7 +81,8 @@ class OutlinedProgram:
             return arguments.slots[by_role.get(other, other)]
 
         # Values: the arguments, sizes, what the head returns, what a period returns.
-        needed = [symbols.needed(piece, values) for piece in (outline.head, outline.body, outline.tail)]
+        parts = (outline.head, outline.body, outline.tail)
+        needed = [symbols.needed(piece, values) if compile_piece is not None else [] for piece in parts]
         self._sizes: list[tuple[int, int | None]] = []
         for number, names in ((0, needed[0]), *((k, needed[1]) for k in range(count)), (0, needed[2])):
             self._sizes += [(argument_of(node, number), dim) for node, dim in map(symbols.source, names)]
@@ -107,8 +109,11 @@ class OutlinedProgram:
         def after(node: Node) -> int:
             return from_body[outline.first[node]] if node in outline.first else before(node)
 
-        pieces = []
-        for piece, names in zip((outline.head, outline.body, outline.tail), needed, strict=True):
+        pieces: list[Callable[..., Any]] = []
+        for piece, names in zip(parts, needed, strict=True):
+            if compile_piece is None:
+                pieces.append(with_python_calls(piece.module).forward)
+                continue
             inputs = [*(values[node] for node in piece.inputs), *map(symbols.value, names)]
             pieces.append(compile_piece(_with_sizes(piece.module, names), inputs))
         self._head, self._body, self._tail = pieces
@@ -169,7 +174,7 @@ class _Symbols:
         self._known: dict[str, Any] = {}
         self.sources: list[tuple[Node, int | None]] = []
         for node in placeholders:
-            value = values[node]
+            value = values.get(node)
             sizes = [(None, value)] if isinstance(value, torch.SymInt) else []
             if isinstance(value, torch.Tensor):
                 sizes = list(enumerate(value.shape))  # type: ignore[arg-type]
@@ -191,12 +196,12 @@ class _Symbols:
 
         Inductor's cache compares the conditions under which a program was captured, which are on all of them.
         """
-        given = [values[node] for node in piece.inputs]
-        sizes = [x for x in given if isinstance(x, torch.SymInt)]
-        sizes += [n for x in given if isinstance(x, torch.Tensor) for n in (*x.shape, *x.stride())]
+        passed = [values[node] for node in piece.inputs]
+        sizes = [x for x in passed if isinstance(x, torch.SymInt)]
+        sizes += [n for x in passed if isinstance(x, torch.Tensor) for n in (*x.shape, *x.stride())]
         if not any(isinstance(size, torch.SymInt) for size in sizes):
             return []
-        inputs = {str(x) for x in given if isinstance(x, torch.SymInt) and x.node.expr.is_Symbol}
+        inputs = {str(x) for x in passed if isinstance(x, torch.SymInt) and x.node.expr.is_Symbol}
         return [name for name in self._known if name not in inputs]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from .load import _finish, _meta_of, storage_placement
 from .partial_recipes import Index
 from .quantized.load import load_quantizing
 
+MAX_ON_DEVICE = 4 << 30
+"""Bytes of the largest tensor that is initialized on the device of its shards."""
+
 
 def initialize_parameters(
     params: Mapping[str, nn.Parameter],
@@ -31,8 +36,9 @@ def initialize_parameters(
     """Initialize every parameter that still needs it (``meta_info.need_initialize``).
 
     The same seed gives the same *global* weights on any number of ranks: each parameter's full tensor is
-    initialized on the CPU, one at a time, from a seed of its own (derived from ``seed`` and its name), and each rank
-    takes its shard. The caller's random state does not change.
+    initialized, one at a time, from a seed of its own (derived from ``seed`` and its name), and each rank takes its
+    shard. That is done on ``device``, which draws other numbers than another type of device, unless the tensor is too
+    large for that: then on the CPU. The caller's random state does not change.
 
     Values come from a parameter's own ``meta_info.init_fn`` if it has one. Else from ``init_fn`` for parameters with
     two or more dimensions (linear, embedding and convolution weights); those whose name ends in ``bias`` are zeros, and
@@ -45,12 +51,12 @@ def initialize_parameters(
         rank: This process's rank.
         device: Where the shards go.
     """
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with _forked_rng(device), torch.no_grad():
         for param in params.values():
             meta = _meta_of(param)
             if not meta.need_initialize:
                 continue
-            full = _initialized(meta, init_fn, seed)
+            full = _initialized(meta, init_fn, seed, device)
             part = slice_box(full, *storage_placement(meta, rank))
             shard = torch.empty(part.shape, dtype=meta.dtype, device=device).copy_(part)
             del full, part
@@ -67,22 +73,31 @@ def initialize_quantized(
     """Initialize parameters that are then quantized: each has the values that it has without quantization."""
 
     def dense(name: str, index: Index) -> torch.Tensor:
-        full = _initialized(_meta_of(params[name]), init_fn, seed)
+        full = _initialized(_meta_of(params[name]), init_fn, seed, device).cpu()
         for dim, ranges in enumerate(index):
             if ranges != ((0, full.shape[dim]),):
                 full = torch.cat([full.narrow(dim, a, b - a) for a, b in ranges], dim)
         return full
 
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with _forked_rng(device), torch.no_grad():
         load_quantizing(params, dense, rank, device)
 
 
-def _initialized(meta: ParameterMeta, init_fn: Callable[[torch.Tensor], Any], seed: int) -> torch.Tensor:
+def _initialized(
+    meta: ParameterMeta, init_fn: Callable[[torch.Tensor], Any], seed: int, device: torch.device
+) -> torch.Tensor:
     """The full parameter, from a seed of its own."""
     torch.manual_seed(_seed_of(meta.name, seed))
-    full = torch.empty(meta.shape, dtype=meta.dtype, device="cpu")
+    large = math.prod(meta.shape) * meta.dtype.itemsize > MAX_ON_DEVICE
+    full = torch.empty(meta.shape, dtype=meta.dtype, device="cpu" if large else device)
     _fill(full, meta.name, meta.init_fn, init_fn)
     return full
+
+
+def _forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, draws leave the caller's random state as it is."""
+    index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+    return torch.random.fork_rng(devices=[index] if device.type == "cuda" else [])
 
 
 def common_seed(seed: int | None, group: dist.ProcessGroup | None) -> int:

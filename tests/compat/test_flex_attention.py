@@ -80,6 +80,7 @@ def test_equal_graphs_are_one() -> None:
 
 def test_torch_refuses_gradients_on_a_cpu_except_where_asked() -> None:
     before, allowed = public._validate_device, [False]
+    public._validate_device = getattr(before, "_checked", before)  # another test may have captured a model
     try:
         compat.differentiate_on_cpu(lambda: allowed[0])
         query = torch.ones(1, requires_grad=True)

@@ -91,6 +91,7 @@ def test_padding_is_masked_without_a_look_at_the_mask_where_asked() -> None:
     before, applies = getattr(masking, "fast_all", None), [False]
     if before is None:
         pytest.skip("this version of transformers does not look")
+    masking.fast_all = getattr(before, "_looks", before)  # another test may have captured a model
     try:
         compat.always_mask_padding(lambda: applies[0])
         assert masking.fast_all(torch.ones(3, dtype=torch.bool))

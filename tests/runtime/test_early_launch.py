@@ -73,8 +73,8 @@ class Call:
 
     def __call__(self, prompt: torch.Tensor, other: torch.Tensor | None = None, changed: Any = None) -> Any:
         with self.early.prefill_of(prompt):
-            given = prompt.clone() if changed is None else changed
-            return self.runner([self.weight], [given, self.other if other is None else other])[0]
+            passed = prompt.clone() if changed is None else changed
+            return self.runner([self.weight], [passed, self.other if other is None else other])[0]
 
     @property
     def launches(self) -> int:
@@ -100,7 +100,7 @@ def test_results_are_copies() -> None:
 
 
 def test_other_inputs_than_the_launch_had() -> None:
-    """The call prepares another prompt than the one it was given, or something else is not as before."""
+    """The call prepares another prompt than the one it began with, or something else is not as before."""
     call = Call()
     for value in range(4):
         call(prompt(value))

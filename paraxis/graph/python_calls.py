@@ -1,0 +1,98 @@
+"""The last step for a program that Python runs: operators are called as Python code calls them.
+
+A captured program calls ``torch.ops.aten.mul.Tensor(a, b)``. That parses its arguments by the operator's schema, which
+takes longer than ``a * b`` takes in all; and a decode step has thousands of them. Both are the same operator: same
+results, same gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, GraphModule, Node
+
+aten = torch.ops.aten
+
+OF_TWO: Mapping[Any, Callable[..., Any]] = {
+    aten.add.Tensor: operator.add,
+    aten.add.Scalar: operator.add,
+    aten.sub.Tensor: operator.sub,
+    aten.sub.Scalar: operator.sub,
+    aten.mul.Tensor: operator.mul,
+    aten.mul.Scalar: operator.mul,
+    aten.div.Tensor: operator.truediv,
+    aten.div.Scalar: operator.truediv,
+    aten.pow.Tensor_Scalar: operator.pow,
+}
+"""Operators that are an expression, if they have two arguments."""
+
+FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
+    aten.neg.default: operator.neg,
+    aten.bmm.default: torch.bmm,
+    aten.mm.default: torch.mm,
+    aten.matmul.default: torch.matmul,
+    aten.addmm.default: torch.addmm,
+    aten.linear.default: F.linear,
+    aten.embedding.default: torch.embedding,
+    aten.cat.default: torch.cat,
+    aten.mean.dim: torch.mean,
+    aten.rsqrt.default: torch.rsqrt,
+    aten.cos.default: torch.cos,
+    aten.sin.default: torch.sin,
+    aten.exp.default: torch.exp,
+    aten.tanh.default: torch.tanh,
+    aten.sigmoid.default: torch.sigmoid,
+    aten.relu.default: torch.relu,
+    aten.where.self: torch.where,
+    aten.layer_norm.default: torch.layer_norm,
+    aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
+}
+"""Operators that are a function with the same arguments."""
+
+METHODS: Mapping[Any, str] = {
+    aten.view.default: "view",
+    aten.reshape.default: "reshape",
+    aten.permute.default: "permute",
+    aten.transpose.int: "transpose",
+    aten.t.default: "t",
+    aten.unsqueeze.default: "unsqueeze",
+    aten.squeeze.dim: "squeeze",
+    aten.expand.default: "expand",
+    aten.clone.default: "clone",
+    aten.index_copy_.default: "index_copy_",
+}
+"""Operators that are a method with the same arguments."""
+
+
+def with_python_calls(module: GraphModule) -> GraphModule:
+    """The same program, on the same submodules, with operators called from Python."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    graph.output(graph.graph_copy(module.graph, copies))
+    result = GraphModule(module, graph, class_name=module._get_name())
+    result.meta = module.meta
+    for node in copies.values():
+        if node.op == "call_function":
+            _call_from_python(node)
+    result.recompile()
+    return result
+
+
+def _call_from_python(node: Node) -> None:
+    target = node.target
+    if target in METHODS:
+        if not node.kwargs and isinstance(node.args[0], Node):
+            node.op, node.target = "call_method", METHODS[target]
+    elif target in OF_TWO:
+        if len(node.args) == 2 and not node.kwargs:
+            node.target = OF_TWO[target]
+    elif target in FUNCTIONS:
+        node.target = FUNCTIONS[target]
+    elif target is aten._to_copy.default and set(node.kwargs) == {"dtype"} and len(node.args) == 1:
+        value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+        if isinstance(value, torch.Tensor) and value.dtype != node.kwargs["dtype"]:  # otherwise no copy
+            node.op, node.target, node.args, node.kwargs = "call_method", "to", (*node.args, node.kwargs["dtype"]), {}
