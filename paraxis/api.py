@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .capture.dummy_inputs import example_calls
+from .compat.generation import load_generation_settings
 from .compat.inductor import start_compile_workers
 from .config import Config, names_of_config, split_config
 from .context import ParallelExecutionCtx
@@ -110,8 +110,8 @@ def parallelize_model(
     call = compiled_call_of(model, parallel_ctx, config)
     _plan_and_load(call, parallel_ctx, config, examples)
     # Install what makes it a parallel model.
-    if hasattr(model, "generation_config") and folder is not None:
-        _load_generation_config(model, folder, options.generation_config)
+    if folder is not None:
+        load_generation_settings(model, folder, options.generation_config)
     setup_checks(parallel_ctx, config)
     install_model_methods(model, parallel_ctx, call)
     return model
@@ -135,12 +135,3 @@ def _check_distributed(ctx: ParallelExecutionCtx) -> None:
             "`torch.distributed.init_process_group()` first, and pass the group: "
             "ParallelExecutionCtx(tp_group=torch.distributed.group.WORLD, current_device=...)."
         )
-
-
-def _load_generation_config(model: nn.Module, folder: Path, chosen: Any) -> None:
-    from transformers import GenerationConfig
-
-    if chosen is not None:
-        model.generation_config = chosen
-    elif (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)

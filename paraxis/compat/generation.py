@@ -6,6 +6,7 @@ Seen on transformers 5.17, 5.18 and 5.22. Every import of transformers is inside
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +19,32 @@ from torch import nn
 Loop = Callable[..., Any]
 
 _loops: weakref.WeakKeyDictionary[nn.Module, Loop] = weakref.WeakKeyDictionary()
+
+# -- settings ------------------------------------------------------------------------------------------------------
+
+
+def load_generation_settings(model: Any, folder: Any, chosen: Any = None) -> None:
+    """Give a model that can generate the settings that a directory has for it, or those that were ``chosen``.
+
+    ``from_pretrained`` asks the model's own class to do so, which may have settings of another kind than the usual
+    ones. Without a file of settings they come from the configuration. Code in the directory is not run.
+    """
+    adjust = getattr(model, "adjust_generation_fn", None)
+    if adjust is None or not model.can_generate():
+        return
+    arguments = {
+        "generation_config": chosen,
+        "pretrained_model_name_or_path": folder,
+        "local_files_only": True,
+        "revision": "main",
+        "subfolder": "",
+    }
+    names = [name for name, p in inspect.signature(adjust).parameters.items() if p.kind is not p.VAR_KEYWORD]
+    adjust(**{name: arguments.get(name, _UNSET.get(name)) for name in names})
+
+
+_UNSET = {"from_auto_class": False, "from_pipeline": None, "force_download": False, "trust_remote_code": False}
+"""Other arguments of ``adjust_generation_fn``, as ``from_pretrained`` passes them by default; the rest are None."""
 
 # -- the sampling loop ---------------------------------------------------------------------------------------------
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import json
 import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from models.tiny import build
-from transformers import DynamicCache
+from torch import nn
+from transformers import DynamicCache, GenerationConfig, LlamaForCausalLM
 from transformers.generation import logits_process as processors
 from transformers.generation import stopping_criteria as criteria
 from transformers.generation.utils import GenerationMixin
@@ -112,3 +115,42 @@ def test_layers_with_a_plain_cache(name: str, overrides: dict[str, Any], plain: 
     from models.tiny import config
 
     assert generation.has_plain_layers(config(name, **overrides)) is plain
+
+
+def settings_in(folder: Path, model: Any, chosen: Any = None) -> Any:
+    """What a model's settings become."""
+    generation.load_generation_settings(model, folder, chosen)
+    return model.generation_config
+
+
+def test_settings_come_from_the_directory_as_from_pretrained_reads_them(tmp_path: Path) -> None:
+    model = build("llama", num_hidden_layers=1)
+    model.generation_config.no_repeat_ngram_size = 7
+    model.save_pretrained(tmp_path)
+    plain = lambda: type(model).from_pretrained(tmp_path).generation_config  # noqa: E731
+    assert settings_in(tmp_path, build("llama", num_hidden_layers=1)) == plain() and plain().no_repeat_ngram_size == 7
+    chosen = GenerationConfig(no_repeat_ngram_size=3)
+    assert settings_in(tmp_path, build("llama", num_hidden_layers=1), chosen) == chosen
+    # without a file, old settings in the configuration count
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_beams": 3}))
+    assert settings_in(tmp_path, build("llama", num_hidden_layers=1)) == plain() and plain().num_beams == 3
+    generation.load_generation_settings(nn.Linear(2, 2), tmp_path)  # which cannot generate: nothing happens
+
+
+def test_settings_may_be_of_the_kind_that_the_class_of_the_model_has(tmp_path: Path) -> None:
+    class Settings(GenerationConfig):
+        pass
+
+    class Model(LlamaForCausalLM):
+        generation_config_class = Settings
+
+        def adjust_generation_fn(self, generation_config: Any, pretrained_model_name_or_path: Any, **kw: Any) -> None:
+            self.generation_config = Settings.from_pretrained(pretrained_model_name_or_path)
+
+    model = Model(build("llama", num_hidden_layers=1).config)
+    model.generation_config.no_repeat_ngram_size = 7
+    model.save_pretrained(tmp_path)
+    found = settings_in(tmp_path, Model(model.config))
+    assert type(found) is Settings and found.no_repeat_ngram_size == 7
