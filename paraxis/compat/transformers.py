@@ -30,6 +30,7 @@ __all__ = [
     "implementations",
     "init_weights_of",
     "initialize_weights_slot",
+    "initializers",
     "install_output_hooks",
     "is_output_hook",
     "keys_to_ignore_on_load",
@@ -39,6 +40,7 @@ __all__ = [
     "merges_parallel_plans",
     "new_batching_config",
     "parallel_styles",
+    "protected_from_initialization",
     "revert_weight_conversion",
     "set_attention_implementation",
     "set_experts_implementation",
@@ -163,6 +165,38 @@ def initialize_weights_slot() -> tuple[type, str]:
 def init_weights_of(model: Any) -> Callable[[nn.Module], None] | None:
     """The model's own initialization of one module; None for models that are not of transformers."""
     return getattr(model, "_init_weights", None)
+
+
+_LOADED = "_is_hf_initialized"
+"""The mark of a tensor that came from the checkpoint: the functions of ``transformers.initialization`` skip it."""
+
+
+@contextmanager
+def protected_from_initialization(model: nn.Module) -> Iterator[None]:
+    """Inside, the initialization of the model's class takes all parameters and buffers for loaded."""
+    tensors = [t for t in (*model.parameters(), *model.buffers()) if _LOADED not in t.__dict__]
+    for tensor in tensors:
+        setattr(tensor, _LOADED, True)
+    try:
+        yield
+    finally:
+        for tensor in tensors:
+            tensor.__dict__.pop(_LOADED, None)
+
+
+def initializers(model: Any) -> Iterator[tuple[nn.Module, Callable[[nn.Module], None]]]:
+    """Every module with what ``from_pretrained`` initializes it by after loading, in its order: children first, by the
+    innermost model that they are in. Modules of code that comes with a checkpoint are left alone once they are loaded.
+    """
+    if not hasattr(model, "_init_weights") or getattr(model, "is_custom_code", lambda: False)():
+        return
+
+    def walk(module: Any, initialize: Callable[[nn.Module], None]) -> Iterator[Any]:
+        for child in module.children():
+            yield from walk(child, child._init_weights if hasattr(child, "initialize_weights") else initialize)
+        yield module, initialize
+
+    yield from walk(model, model._init_weights)
 
 
 def dtype_by_name(model: Any, dtype: torch.dtype, names: Iterable[str]) -> dict[str, torch.dtype]:

@@ -67,6 +67,7 @@ class ParameterMeta:
         placement: Where its elements live; ``None`` until the plan is solved.
         group: The tensor-parallel ranks, over which it is placed.
         source: A materialized tensor to slice it from, for modules that came with their weights.
+        zero_rows: Rows (first, end) that are zero whatever the checkpoint has there.
         dp_shard: How data-parallel ranks divide the shard between them (FSDP), if they do.
         world_group: All ranks that hold shards or copies of it: those of the mesh.
         grad_reducer: Reduces its gradient over data-parallel ranks that hold copies of it (DDP).
@@ -86,6 +87,7 @@ class ParameterMeta:
     placement: Placement | None = None
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     source: torch.Tensor | None = field(default=None, repr=False)
+    zero_rows: tuple[tuple[int, int], ...] = ()
     dp_shard: DPShard | None = field(default=None, repr=False)
     world_group: dist.ProcessGroup | None = field(default=None, repr=False)
     grad_reducer: GradientReduction | None = field(default=None, repr=False)

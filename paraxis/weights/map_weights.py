@@ -23,6 +23,7 @@ from .quantized.registry import quantization_of
 from .quantized.stored import Stored, find_stored, raise_problems, with_stored
 from .same_files import check_same_files
 from .weight_map import check_checkpoint, collect_weight_map, header_of
+from .zero_rows import mark_zero_rows
 
 
 def map_weights(
@@ -80,6 +81,7 @@ def _match(
     check_checkpoint(expected, plain, ctx.weight_map, tied, [c for c in ctx.state.conversions if c.plain(quantized)])
     for name, key in keys.items():
         _meta(ctx.param_cache[name]).mapping = {HashableSlice(): ParameterSlice(source=key)}
+    mark_zero_rows(model)
     load_buffers(model, ctx.weight_map, prefix)
     return untrained
 

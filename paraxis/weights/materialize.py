@@ -19,6 +19,7 @@ from ..tensor.sharded_tensor import ShardedTensor
 from .init import common_seed, initialize_parameters, initialize_quantized
 from .load import load_converted, load_parameters, slice_parameters
 from .quantized.load import load_quantized
+from .zero_rows import zero_rows
 
 
 def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
@@ -47,6 +48,7 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
         load_quantized(in_files, ctx.weight_map, ctx.rank, device, progress)
         plain = {name: p for name, p in pending.items() if name not in encoded}
         load_converted(plain, ctx.state.conversions, ctx.weight_map, ctx.rank, device, progress)
+        zero_rows(plain.values(), ctx.rank)
         rest = {name: p for name, p in pending.items() if name not in {*done, *stored, *converted}}
         initialize_parameters(rest, config.weight_init_fn, seed, ctx.rank, device)
         new = {name: p for name, p in encoded.items() if name not in in_files}
