@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from ..capture import capture
+from ..capture.cached_properties import compute_cached_properties
 from ..capture.dummy.check import check_placeholders
 from ..capture.dummy_inputs import example_calls
 from ..capture.repeated_blocks import Repeated, find_repeated, without_repeats
@@ -109,6 +110,7 @@ def search_plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
     """
     ctx.state.aliases = tied_names(model)
     install_output_hooks(model)  # on all blocks, not only on those that are captured now
+    compute_cached_properties(model)
     calls = example_calls(model, examples, ctx.current_device, config.objective)
     shapes, builder = parameter_shapes(ctx), PlanBuilder(ctx.world_size)
     found: Searched | None = None

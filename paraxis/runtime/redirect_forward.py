@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..capture.cached_properties import compute_cached_properties
 from ..capture.trace import is_tracing
 from ..compat.dynamo import never_compile
 from ..compat.torch import COMPILED_CALL, set_compiled_call
@@ -46,6 +47,7 @@ _BOUND = {
 def compiled_call_of(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, name: str = "") -> CompiledCall:
     """The compiled program of a model, or of a part of it that is called by itself."""
     install_output_hooks(model)  # on every rank: one that did not make the plan has not captured the model
+    compute_cached_properties(model)
     # A forward that somebody has put on this object is compiled together with the call around it.
     own = None if "forward" in model.__dict__ else model.forward
     return CompiledCall(model, ctx, config, name, forward=own)
