@@ -63,9 +63,10 @@ zoo: venv ## every architecture against the unsharded model, hours; ONLY=llama,g
 generation: venv ## generate() in its modes on many architectures, half an hour
 	cd tests && ../$(BIN)/python -m zoo.generation --page ../docs/results/generation.md
 
+# `make multimodal SO_FAR=1` runs nothing, and writes the page of the results that there are.
 multimodal: venv ## models that take images, videos or audio, hours; ONLY=llava,whisper for some
 	cd tests && ../$(BIN)/python -m zoo.multimodal --state ../build/multimodal.jsonl \
-		$(if $(ONLY),--only '$(ONLY)' --tp $(TP),--page ../docs/results/multimodal.md)
+		$(if $(ONLY),--only '$(ONLY)' --tp $(TP),--page ../docs/results/multimodal.md $(if $(SO_FAR),--so-far))
 
 weights: venv ## checkpoints loaded and saved by 2 and 4 ranks, compared bit by bit, half an hour
 	cd tests && ../$(BIN)/python -m zoo.weights --state ../build/weights.jsonl --page ../docs/results/weights.md

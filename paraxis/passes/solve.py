@@ -119,6 +119,7 @@ class ParallelAxisSolverPass(AnalyzeBase):
             spent.compute = {
                 step: plain.run(step.call, solution.strategies[step]) for step in spent.compute if step.call
             }
+            spent.work = {step: (flops, 1.0) for step, (flops, _) in spent.work.items()}
         solved = Solved(aten, program, solution, candidates, parameters, keep, model, spent)
         graph_module.meta[RESULT] = solved
         self._mark(solution.strategies, graph_module)

@@ -18,6 +18,7 @@ from ..rules import rule_for
 from ..solver import Step, Value
 from ..tensor.apply_placements import stored
 from .plan import CollectivePlan, LayerPlan, ParameterPlan, Plan
+from .work import MatmulPlan, added
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ class PlanBuilder:
         self.gathered: list[tuple[str, str]] = []
         self.unplanned: list[str] = []
         self.breaks: list[str] = []
+        self.matmuls: list[MatmulPlan] = []
         self.cost = self.seconds = self.communication = 0.0
         self.optimal = True
 
@@ -42,7 +44,7 @@ class PlanBuilder:
         """A builder that goes on from a plan, or an empty one."""
         builder = cls(world_size)
         if plan is not None:
-            for name in ("layers", "collectives", "replicated", "gathered", "unplanned", "breaks"):
+            for name in ("layers", "collectives", "replicated", "gathered", "unplanned", "breaks", "matmuls"):
                 getattr(builder, name).extend(getattr(plan, name))
             builder.parameters.update(plan.parameters)
             builder.cost, builder.seconds, builder.communication = plan.cost, plan.seconds, plan.communication
@@ -64,6 +66,7 @@ class PlanBuilder:
             self.seconds,
             self.communication,
             self.optimal,
+            self.matmuls,
         )
 
     def add_parameter(self, name: str, placement: Placement, shape: Iterable[int], reason: str = "") -> None:
@@ -91,6 +94,7 @@ class PlanBuilder:
         self.collectives += [CollectivePlan(c.kind, c.module, c.shape, c.dtype, c.reason) for c in collectives]
         self.layers += [_layer_plan(layer, solved) for layer in find_layers(solved)]
         self.gathered += _gathered(solved)
+        self.matmuls += added((captured_module_of(s.node), *work) for s, work in solved.account.work.items())
 
     def add_repeated(self, repeated: list[Repeated], solved: Solved, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Give every block that was left out the placements, layers, collectives and costs of the one it repeats."""
@@ -112,6 +116,7 @@ class PlanBuilder:
                 self.collectives, each, lambda x: x.module, lambda x, name: replace(x, module=name)
             )
             self.gathered = _repeat(self.gathered, each, lambda x: x[0], lambda x, name: (name, x[1]))
+            self.matmuls = _repeat(self.matmuls, each, lambda x: x.module, lambda x, name: replace(x, module=name))
 
     def add_call(
         self,
@@ -142,6 +147,7 @@ class PlanBuilder:
         self.layers += [layer for layer in other.layers if is_new(layer.name)]
         self.collectives += [each for each in other.collectives if is_new(each.module)]
         self.gathered += [each for each in other.gathered if is_new(each[0])]
+        self.matmuls += [each for each in other.matmuls if is_new(each.module)]
         self.replicated += other.replicated
         self.optimal &= other.optimal
         self.parameters.update({name: other.parameters[name] for name in new})

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from ..placement import Placement, Replicate, from_json, local_shape, to_json
 from ..utils.names import numbered_pattern, pattern_of
 from ..utils.sizes import size_text
+from .work import MatmulPlan, TowerWork, towers_of, work_text
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -192,6 +193,7 @@ class Plan:
         seconds: Estimated seconds per forward pass.
         communication: Estimated seconds of these in collectives.
         optimal: Whether the search was exhaustive, so that no plan has a lower cost.
+        matmuls: The matmul work of the planned call, by module, and how much of it the ranks share.
         data_parallel: What data-parallel ranks hold, as text; empty without any. Neither compared nor saved.
         memory: Memory per rank; present if the plan comes from :func:`paraxis.plan_model`.
         timings: Seconds that :func:`paraxis.plan_model` took, by stage. Neither compared nor saved.
@@ -210,13 +212,14 @@ class Plan:
     seconds: float = 0.0
     communication: float = 0.0
     optimal: bool = True
+    matmuls: Sequence[MatmulPlan] = ()
     data_parallel: str = field(default="", compare=False)
     memory: Memory | None = field(default=None, compare=False)
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
     pass_timings: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("layers", "collectives", "replicated", "gathered", "unplanned", "breaks"):
+        for name in ("layers", "collectives", "replicated", "gathered", "unplanned", "breaks", "matmuls"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("parameters", "timings", "pass_timings"):
             object.__setattr__(self, name, ReadOnlyDict(getattr(self, name)))
@@ -234,6 +237,11 @@ class Plan:
     def count(self) -> dict[str, int]:
         """The number of collectives in the forward pass, by kind."""
         return dict(Counter(c.kind for c in self.collectives))
+
+    @property
+    def towers(self) -> list[TowerWork]:
+        """The matmul work of the planned call by towers, such as the vision tower and the language model."""
+        return towers_of(self.matmuls)
 
     @property
     def placements(self) -> dict[str, Placement]:
@@ -273,6 +281,7 @@ class Plan:
             "seconds": self.seconds,
             "communication": self.communication,
             "optimal": self.optimal,
+            "matmuls": [asdict(m) for m in self.matmuls],
             "memory": None if self.memory is None else self.memory.to_json(),
         }
 
@@ -298,6 +307,7 @@ class Plan:
             seconds=data.get("seconds", 0.0),
             communication=data.get("communication", 0.0),
             optimal=data["optimal"],
+            matmuls=[MatmulPlan(**m) for m in data.get("matmuls", [])],
             memory=Memory.from_json(data["memory"]) if data.get("memory") else None,
         )
 
@@ -376,6 +386,8 @@ class Plan:
         ]
         lines += [f"Replicated: {name}: {reason}" for name, reason in _grouped(matrices)]
         lines += [f"Gathered: {name}: {reason}" for name, reason in _grouped(self.gathered)]
+        work = work_text(self.matmuls) if self.world_size > 1 else ""
+        lines += [work] if work else []
         if self.unplanned:
             some = ", ".join(dict.fromkeys(pattern_of(name) for name in self.unplanned[:64]))
             lines.append(f"Not used by the planned forward, sharded where possible to save memory: {some}")

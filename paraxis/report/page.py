@@ -16,6 +16,7 @@ import torch
 from ..plan import Memory, Plan, pattern_of, size_text
 from ..plan.memory import Sizes
 from ..plan.offline import Planned, plan_offline
+from ..plan.work import work_text
 from ..solver.machine import machine_of
 from .drawing import svg
 from .steps import Section, Step, operator_name, placement_text, sections_of, steps_of
@@ -103,7 +104,21 @@ def _summary(planned: Planned) -> str:
         f"<p>The model has {count_text(total)} parameters. With {plan.world_size} ranks, each holds "
         f"<b>{plan.sharded_fraction:.1%}</b> of them{memory}. A forward pass has {kinds or 'no collectives'}; "
         f"they take an estimated {share:.0%} of its time. {optimal} under the cost model for {machine}.</p>"
+        f"{_work(plan)}"
     )
+
+
+def _work(plan: Plan) -> str:
+    """How much of the matmul work the ranks share, for models with several towers and those that replicate work."""
+    if plan.world_size == 1 or not work_text(plan.matmuls):
+        return ""
+    rows = "".join(
+        f'<tr><td>{escape(t.name or "the model")}</td><td class="n">{count_text(t.flops)}</td>'
+        f'<td class="n">{t.sharded_fraction:.1%}</td><td class="n">{t.local_fraction:.1%}</td></tr>'
+        for t in plan.towers
+    )
+    head = "<tr><th>matmul work of</th><th>FLOPs</th><th>shared by the ranks</th><th>done by one</th></tr>"
+    return f'<table class="narrow"><thead>{head}</thead><tbody>{rows}</tbody></table>'
 
 
 def _diagram(section: Section) -> str:

@@ -16,6 +16,7 @@ from .cost import CostModel, collective_between, nbytes
 from .moves import settled
 from .program import Program, Step, Value, hint, tensor_of
 from .solution import Solution
+from .work import local_fraction, matmul_flops
 
 
 @dataclass
@@ -25,11 +26,13 @@ class Account:
     Attributes:
         compute: Seconds of compute and memory traffic, by step.
         comm: Seconds of the collectives on the inputs of a step, by step.
+        work: FLOPs of a matmul, convolution or attention, and the fraction of them that one rank does, by step.
         sent: Every collective of the forward pass: its kind, the tensor, and the bytes of the full tensor.
     """
 
     compute: dict[Step, float] = field(default_factory=dict)
     comm: dict[Step, float] = field(default_factory=dict)
+    work: dict[Step, tuple[int, float]] = field(default_factory=dict)
     sent: list[tuple[str, Value, int]] = field(default_factory=list)
 
     @property
@@ -68,6 +71,9 @@ def account(program: Program, solution: Solution, model: CostModel) -> Account:
             continue
         strategy = solution.strategies[step]
         total.compute[step] = plain.run(step.call, strategy)
+        flops = matmul_flops(step.call)
+        if flops:
+            total.work[step] = flops, local_fraction(strategy, plain)
         before = dict(zip(step.inputs, solution.input_placements[step], strict=True))
         for value, tensor, need in zip(step.inputs, step.call.inputs, strategy.inputs, strict=True):
             now = before[value]

@@ -17,7 +17,7 @@ from .machine import DEFAULT, Machine, volume
 from .program import hint
 
 aten = torch.ops.aten
-_CONTRACTING = {
+CONTRACTING = {
     aten.linear.default: 0,
     aten.matmul.default: 0,
     aten.mm.default: 0,
@@ -25,6 +25,7 @@ _CONTRACTING = {
     aten.addmm.default: 1,
     aten.baddbmm.default: 1,
 }
+"""The matmuls, and which of their inputs has the inner dimension last."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,8 @@ class CostModel:
         traffic = sum(self.fraction(p) * nbytes(t) for t, p in zip(call.inputs, strategy.inputs, strict=True))
         traffic += sum(self.fraction(p) * nbytes(t) for t, p in zip(call.outputs, strategy.outputs, strict=True))
         seconds = traffic / self.memory
-        if call.target in _CONTRACTING:
-            i = _CONTRACTING[call.target]
+        if call.target in CONTRACTING:
+            i = CONTRACTING[call.target]
             data, placement = call.inputs[i], strategy.inputs[i]
             inner = hint(data.shape[-1])
             work = self.fraction(strategy.outputs[0]) * numel(call.out)
@@ -120,7 +121,7 @@ class CostModel:
             seconds += 2 * work * inner / self.flops
         if self.backward:
             seconds *= 3
-        if call.target in _CONTRACTING:
+        if call.target in CONTRACTING:
             return seconds
         if not strategy.kind and any(isinstance(p, Partial) for p in strategy.outputs):
             seconds += self.detour

@@ -60,6 +60,14 @@ def made_with() -> str:
     return f"{date.today().isoformat()}, {versions()}."
 
 
+def results_in(state: Path | None, world: int) -> dict[str, Record]:
+    """The latest result of every name for this number of ranks."""
+    if state is None or not state.exists():
+        return {}
+    records = map(json.loads, state.read_text().splitlines())
+    return {record["name"]: record for record in records if record["world"] == world}
+
+
 def run_jobs(
     names: Sequence[str],
     world: int,
@@ -75,10 +83,7 @@ def run_jobs(
     Results are appended to ``state`` as they come. A result that it already has for this number of ranks is not
     computed again, unless ``again``.
     """
-    done: dict[str, Record] = {}
-    if state is not None and state.exists():
-        records = map(json.loads, state.read_text().splitlines())
-        done = {record["name"]: record for record in records if record["world"] == world}
+    done = results_in(state, world)
     todo, lock = iter([name for name in names if again or name not in done]), threading.Lock()
 
     def serve() -> None:

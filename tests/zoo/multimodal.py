@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from models.compare import context, gradient_errors
 
+from paraxis.plan.work import sharded_fraction
 from ranks import RankPool
 from zoo.check import can_generate, differences, gradients, run
-from zoo.jobs import Record, be_quiet, building, first_line, made_with, run_jobs
+from zoo.jobs import Record, be_quiet, building, first_line, made_with, results_in, run_jobs
 from zoo.multimodal_cases import AT_FOUR, MODAL, TASKS, all_names, build, task_of
 from zoo.multimodal_inputs import inputs_of
 
@@ -53,6 +54,8 @@ def compare(name: str, folder: str, inputs: dict[str, Any]) -> Record:
     if can_generate(unsharded):
         record["tokens"] = tokens(model, unsharded, inputs)
     record["breaks"] = list(ctx.plan.breaks)[:1]
+    record["towers"] = {t.name: t.sharded_fraction for t in ctx.plan.towers if t.has_blocks}
+    record["work"] = sharded_fraction(ctx.plan.matmuls)
     return record
 
 
@@ -126,7 +129,7 @@ def tokens(model: Any, unsharded: Any, inputs: dict[str, Any]) -> Any:
 def work(name: str, pool: RankPool, timeout: float) -> Record:
     """Build, save, parallelize and compare one model."""
     started = time.monotonic()
-    record: Record = {"name": name, "task": task_of(name)}
+    record: Record = {"name": name, "task": task_of(name), "commit": commit()}
     be_quiet()
 
     def done(status: str, **more: Any) -> Record:
@@ -189,10 +192,11 @@ def page(records: dict[int, list[Record]]) -> str:
         f"against the unsharded model: outputs within {OUTPUTS:g}, gradients within {GRADIENTS:g} (1e-6 in float64),",
         "greedy tokens exact, with inputs of the modality and with text alone. The inputs are not those that the plan",
         "was made with: other sizes, several images where a model takes them. *Fraction*: parameters on a rank.",
-        "*Unplanned*: parameters that these inputs use and no dummy input does, sharded for memory only. Made by",
+        "*Unplanned*: parameters that these inputs use and no dummy input does, sharded for memory only. *Shared*: the",
+        "matmul work that is in operators of which every rank does a part, of the tower that shares least. Made by",
         "`make multimodal`.",
         "",
-        f"{made_with()} Commit {commit()}.",
+        f"{made_with()} Commit {commits(records)}.",
         "",
     ]
     for world, found in sorted(records.items()):
@@ -201,7 +205,8 @@ def page(records: dict[int, list[Record]]) -> str:
         small = sum(r["fraction"] <= 1.1 / world for r in good)
         lines += [
             f"- **{world} ranks**: {len(good)} of {len(built)} models are right; {small} of these have at most "
-            f"{1.1 / world:.2f} of the parameters on a rank."
+            f"{1.1 / world:.2f} of the parameters on a rank. Of {shared(good, 0.9)} of the {shared(good)} whose matmul "
+            "work was counted, every tower does at least 90% of it sharded."
         ]
     lines += ["", "## By task", "", *by_task(records)]
     first = records[min(records)]
@@ -212,7 +217,7 @@ def page(records: dict[int, list[Record]]) -> str:
             continue
         more = [world for world in sorted(records) if world != min(records)]
         lines += ["", f"## {title(task)}", ""]
-        names = ["type", "class", "inputs", "fraction", "unplanned", "right", *(f"{w} ranks" for w in more)]
+        names = ["type", "class", "inputs", "fraction", "unplanned", "shared", "right", *(f"{w} ranks" for w in more)]
         names += ["generates", "graph"]
         lines += [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
         lines += [row(r, [others.get((r["name"], w)) for w in more]) for r in sorted(rows, key=lambda r: r["name"])]
@@ -220,21 +225,41 @@ def page(records: dict[int, list[Record]]) -> str:
     if missing:
         lines += ["", "## Not built", "", "| type | class | reason |", "|---|---|---|"]
         lines += [f"| {' | '.join(r['name'].split(':'))} | {cell(r['error'])} |" for r in missing]
+    left = [name for name in names_at(min(records)) if name not in {r["name"] for r in first}]
+    if left:
+        lines += ["", "## Not run", "", f"{len(left)} types, for lack of time: {', '.join(left)}."]
     return "\n".join(lines) + "\n"
 
 
 def by_task(records: dict[int, list[Record]]) -> list[str]:
     """A table of how many are right of each task."""
     worlds = sorted(records)
-    lines = [f"| task | {' | '.join(f'{w} ranks' for w in worlds)} |", f"|{'---|' * (1 + len(worlds))}"]
+    heads = [f"{what}, {world} ranks" for world in worlds for what in ("right", "wrong", "not run")]
+    lines = [f"| task | {' | '.join(heads)} | not built |", f"|{'---|' * (2 + len(heads))}"]
+    totals: list[int] = [0] * (len(heads) + 1)
     for task in TASKS:
-        cells = []
+        counts = []
         for world in worlds:
-            rows = [r for r in records[world] if r["task"] == task and r["status"] != "not built"]
-            cells.append(f"{sum(r['status'] == 'ok' for r in rows)} of {len(rows)}" if rows else "")
-        if any(cells):
-            lines.append(f"| {title(task)} | {' | '.join(cells)} |")
+            rows = [r for r in records[world] if r["task"] == task]
+            run_ = {r["name"] for r in rows}
+            right_ = sum(r["status"] == "ok" for r in rows)
+            wrong = sum(r["status"] in ("wrong", "failed") for r in rows)
+            counts += [right_, wrong, sum(task_of(n) == task and n not in run_ for n in names_at(world))]
+        counts.append(sum(r["task"] == task and r["status"] == "not built" for r in records[worlds[0]]))
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
+        lines.append(f"| {title(task)} | {' | '.join(map(str, counts))} |")
+    lines.append(f"| **all** | {' | '.join(f'**{n}**' for n in totals)} |")
     return lines
+
+
+def shared(records: list[Record], least: float = 0.0) -> int:
+    """How many models have no tower that shares less of its matmul work than this."""
+    return sum(all(x >= least for x in r["towers"].values()) for r in records if "towers" in r)
+
+
+def names_at(world: int) -> list[str]:
+    """The models that run on this number of ranks: all on two, a selection on more."""
+    return [name for name in all_names() if world == 2 or name.partition(":")[0] in AT_FOUR]
 
 
 def row(record: Record, others: list[Record | None]) -> str:
@@ -242,10 +267,12 @@ def row(record: Record, others: list[Record | None]) -> str:
     kind, _, cls = record["name"].partition(":")
     right_ = [answer(record), *("" if other is None else answer(other) for other in others)]
     if "outputs" not in record:
-        return f"| {kind} | {cls} | {record.get('modality', '')} | | | {' | '.join(right_)} | | |"
+        return f"| {kind} | {cls} | {record.get('modality', '')} | | | | {' | '.join(right_)} | | |"
     generated = {True: "yes", False: "NO"}.get(record.get("tokens"), "")  # type: ignore[call-overload]
     graph = "several" if record["breaks"] else "one"
+    shared = min(record.get("towers", {}).values(), default=record.get("work"))
     cells = (kind, cls, record["modality"] or "text", f"{record['fraction']:.2f}", str(record["unplanned"]))
+    cells += ("" if shared is None else f"{shared:.0%}",)
     return f"| {' | '.join((*cells, *right_, generated, graph))} |"
 
 
@@ -274,6 +301,12 @@ def commit() -> str:
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
+def commits(records: dict[int, list[Record]]) -> str:
+    """The commits that the results are of, the first one first."""
+    found = dict.fromkeys(r.get("commit", commit()) for several in records.values() for r in several)
+    return ", ".join(found)
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -282,6 +315,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="models at a time, each on its own ranks")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds per model")
     parser.add_argument("--state", type=Path, help="file for results as they come; a second run resumes from it")
+    parser.add_argument("--so-far", action="store_true", help="run nothing: only write the page of what the state has")
     parser.add_argument("--page", type=Path, help="where to write the table; with --only, of what the state has so far")
     options = parser.parse_args()
     only = options.only.split(",") if options.only else []
@@ -291,9 +325,11 @@ def main() -> int:
 
     records: dict[int, list[Record]] = {}
     for world in map(int, options.tp.split(",")):
-        names = [name for name in all_names() if not only or name in only or name.partition(":")[0] in only]
-        if world > 2 and not only:
-            names = [name for name in names if name.partition(":")[0] in AT_FOUR]
+        names = [name for name in all_names() if name in only or name.partition(":")[0] in only]
+        if not only:
+            names = names_at(world)
+        if options.so_far:
+            names = [name for name in names if name in results_in(options.state, world)]
         records[world] = run_jobs(names, world, job, jobs=options.jobs, state=options.state, say=line, again=bool(only))
     if options.page:
         options.page.parent.mkdir(parents=True, exist_ok=True)
