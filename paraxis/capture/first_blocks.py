@@ -49,10 +49,8 @@ class FirstBlocks:
     def update(self) -> None:
         """Take over what was changed on the copied modules since the last time."""
         pairs, seen = self._pairs, self._seen
-        if seen and all(
-            len(values) == len(module.__dict__) and all(map(is_, module.__dict__.values(), values))
-            for (module, _), values in zip(pairs, seen, strict=True)
-        ):
+        now = [_held_by(module) for module, _ in pairs]
+        if seen and all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(now, seen, strict=True)):
             return
         for module, copy in pairs:
             own = {name: value for name, value in module.__dict__.items() if name not in _OWN}
@@ -67,7 +65,12 @@ class FirstBlocks:
                 children[name] = child
             copy.__dict__.clear()
             copy.__dict__.update(own, _modules=children)
-        self._seen = [list(module.__dict__.values()) for module, _ in pairs]
+        self._seen = now
+
+
+def _held_by(module: nn.Module) -> list[Any]:
+    """The attributes and children of a module; the copies share all its other dictionaries."""
+    return [*module.__dict__.values(), *module._modules.values()]
 
 
 def _empty(module: nn.Module) -> nn.Module:
