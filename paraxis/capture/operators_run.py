@@ -15,12 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..compat.torch import TorchDispatchMode, pytree
 from .trace import recording_operators
 
 BEFORE = -1
 """The number of the segment before the first block; that after the last has the number of blocks."""
+
+MAX_CONSTANT = 4096
+"""Elements of a tensor that is compared by value, at most."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ def record(model: nn.Module, path: str, args: tuple[Any, ...], kwargs: dict[str,
                     recorder.know(tensor, State(i, f"cache.{name}"))
         for name, tensor in tensors_of((args, kwargs)).items():
             recorder.know(tensor, State(-1, name))
-        with recorder:
+        with recorder, _Constants(recorder):
             result = type(model).forward(model, *args, **kwargs)
         made = [cache for cache in _caches_in(result) if not any(cache is c for c in caches)]
         for cache in made:
@@ -134,7 +138,7 @@ class _Recorder(TorchDispatchMode):
 
     def _where(self, tensor: torch.Tensor) -> Any:
         found = self._from.get(id(tensor))
-        return found if found is not None else ("constant", tuple(tensor.shape), tensor.dtype)
+        return found if found is not None else _constant(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -142,6 +146,8 @@ class _Recorder(TorchDispatchMode):
         place = len(operators)
         operators.append((func, self._plain((args, kwargs))))
         result = func(*args, **kwargs)
+        if func is torch.ops.aten.lift_fresh.default and self._segment == BEFORE:
+            self.know(result, self._where(args[0]))  # torch.tensor(0) for each block: known by its value, not its place
         for i, item in enumerate(result if isinstance(result, (tuple, list)) else (result,)):
             if isinstance(item, torch.Tensor):
                 self.know(item, Made(self._segment, place, i))
@@ -170,6 +176,32 @@ class _Recorder(TorchDispatchMode):
         if isinstance(result, (list, tuple)):
             return (type(result).__name__, *map(self.described, result))
         return _plain(result)
+
+
+def _constant(tensor: torch.Tensor) -> Any:
+    """A tensor that a forward makes of numbers, or refers to without registering it: by value."""
+    unknown = type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.is_meta or tensor.numel() > MAX_CONSTANT
+    if unknown and tensor.numel() > 0:
+        raise RuntimeError(f"a tensor of size {tuple(tensor.shape)} is no parameter, buffer, argument or constant")
+    return "constant", tuple(tensor.shape), tensor.dtype, repr(tensor.tolist()) if tensor.numel() else ""
+
+
+class _Constants(TorchFunctionMode):
+    """Knows the tensors that a forward makes of numbers on the device of a tensor without data: no operator does."""
+
+    made_by = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self.made_by and result.is_meta:
+            given = pytree.tree_leaves((args[1:] if func is torch.Tensor.new_tensor else args, kwargs))
+            if all(_plain(x) is x for x in given):
+                self.recorder.know(result, ("constant", tuple(result.shape), result.dtype, repr(given)))
+        return result
 
 
 def _plain(value: Any) -> Any:
