@@ -112,20 +112,35 @@ def _compiled(
     if (config.mode is not None or config.compile == AUTO) and (why := obstacle(ctx, config)):
         say_once(f"no CUDA graphs: {why}", ctx)
     source = lifted_of(program).source
+
+    def together(compiling: Callable[[], Any]) -> Any:
+        """Compile on all ranks; used when the program runs for the second time."""
+        try:
+            meet(ctx.tp_group, ctx.current_device)
+            with on_all_ranks(ctx.tp_group, "compiling the local program"), stage("Compiling with Inductor", shown):
+                return compiling()
+        except Exception as error:
+            say_once(f"Inductor cannot compile a graph, which runs eagerly: {_reason(error)}", ctx)
+            raise
+
     meet(ctx.tp_group, ctx.current_device)
     try:
         with on_all_ranks(ctx.tp_group, "compiling the local program"), stage("Compiling with Inductor", shown):
-            return compile_program(program, ctx, config, blocks)
+            return compile_program(program, ctx, config, blocks, together if config.compile == AUTO else None)
     except Exception as error:
         data_dependent = isinstance(error, GuardOnDataDependentSymNode)  # an operator looks at its data in Python
         if not data_dependent and config.compile != AUTO:
             raise
-        reason = str(error).splitlines() or [type(error).__name__]
-        why = next((line for line in reason if line.startswith("Caused by")), reason[0])
         if blocks is not None:
-            raise NotRepeated(why) from error
-        say_once(f"Inductor cannot compile this graph, which runs eagerly: {why}", ctx)
+            raise NotRepeated(_reason(error)) from error
+        say_once(f"Inductor cannot compile a graph, which runs eagerly: {_reason(error)}", ctx)
         return run_uncompiled(source)
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says first, or what has caused it on another rank."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line for line in lines if line.startswith("Caused by")), lines[0])
 
 
 def say_once(message: str, ctx: ParallelExecutionCtx) -> None:

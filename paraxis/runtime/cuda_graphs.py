@@ -182,34 +182,38 @@ class CUDAGraphRunner:
         self.early = early
         self.graphs: list[CUDAGraphReplay] = []
         self.capturable = True
-        self._last: list[Any] = []
-        self._ran = False
+        self._last: list[Any] | None = None
 
     def __call__(self, shards: list[torch.Tensor], inputs: list[Any]) -> Any:
         """Replay the graph of these inputs; capture one, if the call before had the same caches; or just run: also as
         part of what somebody else captures."""
         if torch.cuda.is_current_stream_capturing():
             return self._run(shards, inputs)
-        early = self.early
-        for graph in self.graphs:
-            if graph.matches(shards, inputs):
-                taken = early is not None and not self.written and early.take(graph, inputs)
-                return graph.results() if taken else self._replay(graph, inputs)
-        if early is not None:
-            early.settle()
-        if not self.capturable:
+        graph = next((graph for graph in self.graphs if graph.matches(shards, inputs)), None)
+        if graph is None and (static := self._static(shards, inputs)) is not None:
+            graph = self._capture(shards, inputs, static)
+        if graph is None:
+            if self.early is not None:
+                self.early.settle()
             return self._run(shards, inputs)
-        static = [i for i, ref in enumerate(self._last) if ref is not None and ref() is inputs[i]]
-        self._last = [weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs]
+        if self.early is not None and self.early.take(graph, inputs, writes=bool(self.written)):
+            return graph.results()
+        return graph.replay(inputs)
+
+    def _static(self, shards: list[torch.Tensor], inputs: list[Any]) -> list[int] | None:
+        """Positions of the inputs that were the same in the call before, if this call is to be captured."""
+        if not self.capturable:
+            return None
+        last, self._last = self._last, [weakref.ref(x) if isinstance(x, torch.Tensor) else None for x in inputs]
         for i in self.scalars:
             self._last[i] = None  # updated in place
-        first, self._ran = not self._ran, True
-        if first or not set(self.written) <= set(static) or not (static or _bytes(inputs) <= MAX_COPIED):
-            return self._run(shards, inputs)
-        if not self._is_capturable(inputs, shards[0].device):
-            self.capturable = False
-            return self._run(shards, inputs)
-        return self._capture(shards, inputs, static)
+        if last is None or not getattr(self.program, "ready", True):
+            return None
+        static = [i for i, ref in enumerate(last) if ref is not None and ref() is inputs[i]]
+        if not set(self.written) <= set(static) or not (static or _bytes(inputs) <= MAX_COPIED):
+            return None
+        self.capturable = self._is_capturable(inputs, shards[0].device)
+        return static if self.capturable else None
 
     def _is_capturable(self, inputs: list[Any], device: torch.device) -> bool:
         """Whether all inputs are tensors on the device, or scalars that are moved there."""
@@ -219,21 +223,18 @@ class CUDAGraphRunner:
     def _run(self, shards: list[torch.Tensor], inputs: list[Any]) -> Any:
         return self.program(*shards, *on_device(inputs, self.scalars, shards[0].device))
 
-    def _capture(self, shards: list[torch.Tensor], inputs: list[Any], static: list[int]) -> Any:
+    def _capture(self, shards: list[torch.Tensor], inputs: list[Any], static: list[int]) -> CUDAGraphReplay | None:
         self.graphs = [graph for graph in self.graphs if graph.alive][: LIVE_GRAPHS - 1]
+        if self.early is not None:
+            self.early.settle()  # graphs share memory
         try:
             graph = CUDAGraphReplay(self.program, shards, inputs, static, self.scalars, self.pool)
         except (RuntimeError, ValueError) as error:
             self.capturable = False
             logging.getLogger("paraxis").info("not captured as a CUDA graph: %s", error)
-            return self._run(shards, inputs)
+            return None
         self.graphs.insert(0, graph)
-        return graph.replay(inputs)
-
-    def _replay(self, graph: CUDAGraphReplay, inputs: list[Any]) -> list[Any]:
-        if self.early is not None:
-            self.early.settle()
-        return graph.replay(inputs)
+        return graph
 
 
 def on_device(inputs: list[Any], scalars: list[int], device: torch.device | None) -> list[Any]:

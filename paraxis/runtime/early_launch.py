@@ -39,7 +39,7 @@ class EarlyLaunches:
         self._known: dict[Any, tuple[weakref.ref[CUDAGraphReplay], int]] = {}
         self._wrong: dict[Any, int] = {}
         self._prompt: torch.Tensor | None = None
-        self._first = False  # whether no program has run in this call
+        self._first = False  # whether no graph has run in this call
         self._pending: CUDAGraphReplay | None = None
         self._done: Any = None
         self._stream: Any = None
@@ -82,14 +82,15 @@ class EarlyLaunches:
 
     # -- where a graph is replayed -------------------------------------------------------------------------------
 
-    def take(self, graph: CUDAGraphReplay, inputs: list[Any]) -> bool:
+    def take(self, graph: CUDAGraphReplay, inputs: list[Any], writes: bool = False) -> bool:
         """Whether this graph was launched early on these inputs: then its results are there for what is launched
-        next. If not, no early launch is running any more."""
+        next. If not, no early launch is running any more. ``writes``: whether the graph writes to its inputs."""
         if self._prompt is None or not self._first:
             return False
         self._first = False
         if self._pending is None:
-            self._learn(graph, inputs)
+            if not writes:
+                self._learn(graph, inputs)
             return False
         same = self._pending is graph and graph.has(inputs)  # looks at inputs alone: the graph may be running
         if same:
@@ -100,8 +101,7 @@ class EarlyLaunches:
         return same
 
     def settle(self) -> None:
-        """Before anything else is run: what is launched next waits for a launch that was for nothing."""
-        self._first = False
+        """Before anything else runs: what is launched next waits for a launch that was for nothing."""
         if self._pending is None or self._prompt is None:
             return
         self._pending = None
@@ -112,7 +112,7 @@ class EarlyLaunches:
         self._known.pop(shape, None)
 
     def _learn(self, graph: CUDAGraphReplay, inputs: list[Any]) -> None:
-        """Remember the graph that the first program of the call replays, if the prompt is among its inputs."""
+        """Remember the first graph of the call, if the prompt is among its inputs."""
         prompt = self._prompt
         assert prompt is not None
         shape = tuple(prompt.shape)

@@ -20,11 +20,13 @@ from ..compat.inductor import aliases_allowed, compile_graph, cpp_compile_failed
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..graph.local_program import info_of
+from ..graph.python_calls import with_python_calls
 from ..passes.lift import Lifted, ResultAt, lifted_of, like_shard
 from ..passes.setting import inductor_options
 from ..tensor.sharded_tensor import ShardedTensor, unwrap
 from .block_programs import OutlineOfCall
 from .cuda_graphs import CUDAGraphRunner, on_device, pool_of
+from .eager_start import StartsEagerly, has_fixed_sizes
 from .early_launch import EarlyLaunches
 from .guards import HeldShards, ParametersReplaced, form_of, picker, with_same_parameters
 from .outlined_program import OutlinedProgram
@@ -35,11 +37,16 @@ UNCHECKED = {"assert_indirect_indexing": False}
 
 
 def compile_program(
-    program: GraphModule, ctx: ParallelExecutionCtx, config: Config, blocks: OutlineOfCall | None = None
+    program: GraphModule,
+    ctx: ParallelExecutionCtx,
+    config: Config,
+    blocks: OutlineOfCall | None = None,
+    together: Callable[[Callable[[], Any]], Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a lifted program; the result is called with the arguments of the captured graph.
 
-    With ``blocks``, the outline of a program of the first blocks, it runs all of them.
+    With ``blocks``, the outline of a program of the first blocks, it runs all of them. With ``together``, which calls a
+    function on all ranks, its first run is by Python, if its sizes are fixed.
     """
     lifted, grad = lifted_of(program), torch.is_grad_enabled()
     options = inductor_options(ctx, config)
@@ -58,7 +65,15 @@ def compile_program(
                 # torch 2.11 writes checks of indices that name a variable it does not declare
                 return compile_graph(piece, examples, {**options, **UNCHECKED})
 
-    compiled = compile_piece(program, lifted.examples) if blocks is None else blocks.compiled(compile_piece)
+    def compile_all() -> Callable[..., Any]:
+        return compile_piece(program, lifted.examples) if blocks is None else blocks.compiled(compile_piece)
+
+    compiled: Callable[..., Any]
+    if together is not None and not grad and has_fixed_sizes(lifted.examples):
+        by_python = with_python_calls(program).forward if blocks is None else blocks.compiled(None)
+        compiled = StartsEagerly(by_python, lambda: together(compile_all))
+    else:
+        compiled = compile_all()
     if grad:
         return _caller(lifted, _copy_results(compiled) if cuda_graphs else compiled)
     on_gpu = any(isinstance(x, torch.Tensor) and x.is_cuda for x in lifted.examples)
@@ -120,8 +135,9 @@ def _caller(
     like = blocks.like if blocks is not None else []  # inputs of further blocks are like these
     parameters = [*lifted.parameters, *(blocks.parameters if blocks is not None else ())]
     wrappers = dict(lifted.wrappers)
-    if isinstance(compiled, OutlinedProgram):
-        wrappers.update({compiled.own + i: wrappers[j] for i, j in enumerate(compiled.extra) if j in wrappers})
+    outlined = compiled.program if isinstance(compiled, StartsEagerly) else compiled
+    if isinstance(outlined, OutlinedProgram):
+        wrappers.update({outlined.own + i: wrappers[j] for i, j in enumerate(outlined.extra) if j in wrappers})
     brought, expected, inputs = picker(lifted.arguments), tuple(lifted.arguments.values()), picker(lifted.inputs)
     own, device = len(lifted.inputs), lifted.device
     scalars = [*lifted.scalars, *(own + i for i, other in enumerate(like) if other in lifted.scalars)]
@@ -161,8 +177,8 @@ def _caller(
                 ran = True
         if wrappers:
             results = [wrappers[i](x) if i in wrappers else x for i, x in enumerate(results)]
-        if blocks is not None and isinstance(compiled, OutlinedProgram):
-            blocks.note(compiled, results)
+        if blocks is not None and isinstance(outlined, OutlinedProgram):
+            blocks.note(outlined, results)
         return torch.fx.node.map_aggregate(lifted.results, lambda x: results[x.position] if type(x) is ResultAt else x)
 
     return run
