@@ -30,6 +30,7 @@ from .eager_start import StartsEagerly, has_fixed_sizes
 from .early_launch import EarlyLaunches
 from .guards import HeldShards, ParametersReplaced, form_of, picker, with_same_parameters
 from .outlined_program import OutlinedProgram
+from .program_runs import observer
 from .stride_guard import ShardGuard
 
 UNCHECKED = {"assert_indirect_indexing": False}
@@ -168,13 +169,16 @@ def _caller(
                 passed = (*passed, *blocks.inputs(passed))
             local = [x._local if isinstance(x, ShardedTensor) else x for x in passed]
             shards = unsharded() if held is None else held.shards()
-            if runner is not None:
-                results = runner(shards, local)
-            else:
-                # KV caches append in place where they can (optimize/kv_cache_append.py).
-                with nullcontext() if ran else aliases_allowed():
+            observe = observer()
+            # KV caches append in place where they can (optimize/kv_cache_append.py).
+            with nullcontext() if ran or runner is not None else aliases_allowed():
+                if observe is not None and held is not None and not scalars:
+                    results = observe(compiled, shards, local)
+                elif runner is not None:
+                    results = runner(shards, local)
+                else:
                     results = compiled(*shards, *on_device(local, scalars, device))
-                ran = True
+            ran = True
         if wrappers:
             results = [wrappers[i](x) if i in wrappers else x for i, x in enumerate(results)]
         if blocks is not None and isinstance(outlined, OutlinedProgram):

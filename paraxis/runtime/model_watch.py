@@ -38,6 +38,12 @@ def _count(*_: Any) -> None:
         _registrations += 1
 
 
+def registrations() -> tuple[int, int]:
+    """Two numbers of which one changes when a hook, a module or a parameter is registered anywhere in the process. Of
+    modules and parameters only once there is a :class:`ModelWatch`."""
+    return _registrations, RemovableHandle.next_id
+
+
 class ModelWatch:
     """What a module consists of, as far as a program that was compiled for it depends on it.
 
@@ -73,7 +79,7 @@ class ModelWatch:
     def changed(self) -> bool:
         """Whether something may have changed since the last look. It takes microseconds, however large the model."""
         return not (
-            self._seen == (_registrations, RemovableHandle.next_id)
+            self._seen == registrations()
             and self._hook_count == self._count_hooks()
             and all(map(is_, map(getattr, self._owners, self._members), self._values))
             and self._attribute_count == sum(map(len, self._attributes))
@@ -103,7 +109,7 @@ class ModelWatch:
     def _look(self) -> None:
         named = [(name, module) for name, module in self.module.named_modules() if name]
         modules = [module for _, module in named]
-        self._seen = (_registrations, RemovableHandle.next_id)
+        self._seen = registrations()
         self._hooked = [(hooks, with_hooks) for hooks in module_hook_dicts if (with_hooks := [*filter(hooks, modules)])]
         self._hook_count = self._count_hooks()
         pure_too = self.pure_hooks_in_python

@@ -71,7 +71,7 @@ def redirect_forward(model: nn.Module, call: CompiledCall) -> None:
     # The signature alone: tools that undo wrappers must not go past this one.
     forward.__signature__ = inspect.signature(type(model).forward)  # type: ignore[attr-defined]
     forward.__doc__ = own.__doc__
-    forward.leads_in = True  # type: ignore[attr-defined]
+    forward.leads_in = call  # type: ignore[attr-defined]
     model.forward = MethodType(forward, model)
 
 

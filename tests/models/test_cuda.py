@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from models.compare import batch, gradient_errors, parallel, reference
+
+from paraxis.runtime.generation import step_graph
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -90,3 +93,63 @@ def test_compiled_model_generates_the_unsharded_tokens(
     """With one rank, CUDA graphs are captured; collectives of gloo cannot be."""
     for found in ranks(world).run(compiled_tokens, checkpoints("llama"), mode, timeout=400):
         assert found == {"dynamic": True, "static": True}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "another prompt": {},
+    "sampled": {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.01},
+    "penalty": {"repetition_penalty": 1.3, "do_sample": True},
+    "n-grams": {"no_repeat_ngram_size": 2},
+    "stop tokens": {"eos_token_id": list(range(3, 20)), "pad_token_id": 0, "min_new_tokens": 4, "do_sample": True},
+}
+
+
+def captured_steps(folder: str) -> dict[str, Any]:
+    """For each way to choose tokens, whether the plain call gives transformers' twice in a row, and the random state
+    after it; and how many decode steps were captured and how often the model was called, in the first and the second
+    call."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, _ = parallel(folder, "cuda:0", torch_dtype=torch.float32)
+    model.eval()
+    unsharded = reference(folder, dtype=torch.float32).cuda()
+    ids = batch(unsharded.config.vocab_size)[0].cuda()
+    counts = {"captures": 0, "calls": 0}
+    captured, call = step_graph.CapturedStep, type(model.forward.leads_in)
+    capture, called = captured.__init__, call.__call__
+
+    def count_capture(*args: Any) -> None:
+        counts["captures"] += 1
+        capture(*args)
+
+    def count_call(*args: Any, **kwargs: Any) -> Any:
+        counts["calls"] += 1
+        return called(*args, **kwargs)
+
+    def result(m: Any, prompt: torch.Tensor, options: dict[str, Any]) -> tuple[list[Any], float]:
+        torch.manual_seed(5)
+        tokens = m.generate(prompt, max_new_tokens=20, **{"do_sample": False, "eos_token_id": None, **options})
+        return tokens.tolist(), float(torch.rand((), device="cuda"))
+
+    found = {}
+    with patch.object(captured, "__init__", count_capture), patch.object(call, "__call__", count_call):
+        for name, options in WAYS.items():
+            prompt = ids if name != "another prompt" else ids.flip(0)[:, 2:]
+            expected = result(unsharded, prompt, options)
+            same, steps = [], []
+            for _ in range(2):
+                before = dict(counts)
+                same.append(result(model, prompt, options) == expected)
+                steps.append(tuple(counts[key] - before[key] for key in counts))
+            found[name] = (same, steps)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_captured_decode_steps_generate_transformers_tokens(name: str, ranks: Any, checkpoints: Any) -> None:
+    (found,) = ranks(1).run(captured_steps, checkpoints(name), timeout=500)
+    for same, ((captures, _), (captures_again, calls)) in found.values():
+        assert all(same), found
+        assert captures <= 1 and captures_again == 0, found
+        assert calls == 2, f"a prefill, and a step that looks at the guards: {found}"
+    assert found["greedy"][1][0][0] == 1, found

@@ -14,6 +14,7 @@ from ...compat.dynamo import specialize
 from ...compat.generation import clear_dynamic_cache, fill_dynamic_cache, preallocated_cache, take_states
 from ...compat.torch import foreach_zero
 from ...tensor.sharded_tensor import ShardedTensor, spec_of
+from .captured_steps import CapturedSteps
 
 FIRST_CAPACITY = 1024
 """Positions of the smallest KV cache; larger ones have twice as many, and so on."""
@@ -65,6 +66,7 @@ class DecodeState:
         unfinished: One for every sequence that has not ended, zero for others.
         invalid: Whether probabilities were not finite in some step.
         signals: What the host looks at: the tokens of a step, whether a sequence has not ended, and ``invalid``.
+        captured: CUDA graphs of steps on these tensors.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device, position_rows: int, masked: bool) -> None:
@@ -73,6 +75,7 @@ class DecodeState:
         self.cache: Any = None
         self.has_run = False
         """Whether a step has run on these tensors."""
+        self.captured = CapturedSteps()
         self._storages: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._form: Any = None
         with torch.inference_mode(False), torch.no_grad():  # tensors that can be written to in any mode
@@ -126,6 +129,7 @@ class DecodeState:
             foreach_zero([storage for pair in self._storages for storage in pair])
             return
         self.cache, self._storages, layers = None, [], []
+        self.captured = CapturedSteps()
         with torch.inference_mode(False), torch.no_grad():
             for keys, values, window in states:
                 pair = [_empty_like(state, self.rows, self.capacity) for state in (keys, values)]
@@ -205,6 +209,7 @@ class DecodeState:
             layer.keys = layer.values = None
         other.cache, other._form, other.has_run = preallocated_cache(layers, other.length), self._form, True
         self.cache, self._storages = None, []
+        self.captured = CapturedSteps()
         return other
 
     def write_back(self, cache: Any, cached: int) -> Any:

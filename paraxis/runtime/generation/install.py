@@ -10,10 +10,12 @@ from typing import Any
 from ...compat.generation import clear_dynamic_cache, has_plain_loop, install_sampling_loop
 from ...config import Config
 from ...context import ParallelExecutionCtx
-from ...passes.setting import compiles
+from ...passes.setting import compiles, inductor_options
+from ..cuda_graphs import pool_of
 from ..early_launch import EarlyLaunches
 from .decode_state import StatePool
-from .loop import GenerationLoop, StepFailed
+from .decode_steps import StepFailed
+from .loop import GenerationLoop
 from .request import Request, request_of
 
 logger = logging.getLogger("paraxis")
@@ -23,6 +25,11 @@ def fast_generation(ctx: ParallelExecutionCtx, config: Config) -> bool:
     """Whether the generation loop pays: where launching kernels and waiting for the device costs more than a
     preallocated cache that attention reads in full."""
     return ctx.current_device.type == "cuda" and compiles(ctx, config)
+
+
+def captures_steps(ctx: ParallelExecutionCtx, config: Config) -> bool:
+    """Whether full decode steps are captured as CUDA graphs: where programs are."""
+    return ctx.current_device.type == "cuda" and bool(inductor_options(ctx, config).get("triton.cudagraphs"))
 
 
 def install_generation_loop(model: Any, ctx: ParallelExecutionCtx, config: Config) -> None:
@@ -86,7 +93,8 @@ class Generation:
 
     def _run(self, model: Any, request: Request, otherwise: Callable[..., Any]) -> Any:
         """The result of the loop; that of ``otherwise`` if the model does not run with a preallocated cache."""
-        loop = GenerationLoop(model, self.ctx, self.pool, request)
+        graphs = partial(pool_of, self.ctx) if captures_steps(self.ctx, self.config) else None
+        loop = GenerationLoop(model, self.ctx, self.pool, request, graphs)
         drawn = None if loop.generator is None else loop.generator.get_state()
         try:
             return loop.run()

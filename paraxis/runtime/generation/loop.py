@@ -9,7 +9,7 @@ its scores and its random draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,22 +18,11 @@ import torch.distributed as dist
 
 from ...compat.generation import decode_implementations, decoder_output, prefill, time_is_up
 from ...context import ParallelExecutionCtx
-from ...errors import CaptureError, CollectiveError, RankMismatchError
 from .choose_tokens import BAD_PROBABILITIES, choose_tokens
 from .decode_state import MAX_FIRST, StatePool, UnsupportedCache, capacity_for
+from .decode_steps import FAILURES, PASSED_ON, DecodeSteps, StepFailed
 from .late_look import LateLook
 from .request import Request
-
-FAILURES = (CaptureError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-"""What a model raises that does not run with a preallocated cache."""
-
-
-PASSED_ON = (RankMismatchError, CollectiveError, torch.OutOfMemoryError)
-"""What has nothing to do with the cache."""
-
-
-class StepFailed(RuntimeError):
-    """The first decode step of a new kind failed. Another loop can start again, but for tokens that were streamed."""
 
 
 class GenerationLoop:
@@ -44,9 +33,18 @@ class GenerationLoop:
         ctx: Its context.
         pool: The tensors of earlier calls.
         request: What is asked for.
+        pool_of_graphs: Gives the memory pool of CUDA graphs; None if steps are not captured.
     """
 
-    def __init__(self, model: Any, ctx: ParallelExecutionCtx, pool: StatePool, request: Request) -> None:
+    def __init__(
+        self,
+        model: Any,
+        ctx: ParallelExecutionCtx,
+        pool: StatePool,
+        request: Request,
+        pool_of_graphs: Callable[[], Any] | None = None,
+    ) -> None:
+        self.pool_of_graphs = pool_of_graphs
         self.model, self.ctx, self.pool, self.request = model, ctx, pool, request
         ids = request.input_ids
         self.length = ids.shape[1]
@@ -82,7 +80,7 @@ class GenerationLoop:
         request, state = self.request, self.state
         state.start(request.input_ids)
         logits = prefill(self.model, request.input_ids, request.generation_config, request.inputs).logits
-        self._choose(logits, request.input_ids)
+        self._note(*choose_tokens(request, state, logits, request.input_ids, self.length + 1))
         del logits
         # Nobody should wait for the first token until the next step was started.
         ended = request.streamer is not None and self._look()
@@ -131,14 +129,16 @@ class GenerationLoop:
     def _decode(self) -> None:
         """Decode steps until the end."""
         positions = [c.max_position_embeddings for c in self.request.length_criteria if c.max_position_embeddings]
+        steps = self._steps()
         while True:
             if positions and self._cached() >= min(positions) and self._settle():
                 return  # a step for nothing could fail: there are no positions for it
             if self._cached() >= self.state.capacity:
                 self.state = self.state.grown(self._cached() + 1, self._cached())
+            if steps.state is not self.state:
+                steps = self._steps()
             before = None if self.generator is None else self.generator.get_state()
-            logits = self._forward()
-            self._choose(logits, self.state.sequences[:, : self.length])
+            self._note(*steps.run(self.length + 1))
             if self.look.waiting > 1 and self._look():
                 self._undo(before)
                 return
@@ -147,25 +147,13 @@ class GenerationLoop:
 
     # -- a step ------------------------------------------------------------------------------------------------
 
-    def _forward(self) -> torch.Tensor:
-        """The logits of a decode step."""
-        state = self.state
-        try:
-            logits: torch.Tensor = self.model(**state.inputs(self.others), return_dict=True).logits
-        except PASSED_ON:
-            raise
-        except FAILURES as error:
-            if state.has_run:
-                raise
-            raise StepFailed(str(error)) from error
-        state.has_run = True
-        state.advance()
-        return logits
+    def _steps(self) -> DecodeSteps:
+        """What runs decode steps on the tensors of now."""
+        return DecodeSteps(self.model, self.request, self.state, self.others, self.pool_of_graphs, self.generator)
 
-    def _choose(self, logits: torch.Tensor, ids: torch.Tensor) -> None:
-        """Choose the next token of every sequence, and let the host know."""
+    def _note(self, logits: torch.Tensor, scores: torch.Tensor) -> None:
+        """Note the logits and the scores of a step, and let the host know of its tokens."""
         self.length += 1
-        logits, scores = choose_tokens(self.request, self.state, logits, ids, self.length)
         if self.request.scores:
             self.scores.append(scores)
         if self.request.logits:
