@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import torch
 
-from paraxis.runtime.generation import decode_state, install, loop
+from paraxis.runtime.generation import cache_sizes, install, loop
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def generation_loop(capacity: int = 32) -> Iterator[list[Any]]:
 
     with (
         patch.object(install, "fast_generation", lambda *args: True),
-        patch.object(decode_state, "FIRST_CAPACITY", capacity),
+        patch.object(cache_sizes, "FIRST_CAPACITY", capacity),
         patch.object(loop.GenerationLoop, "run", noted),
     ):
         yield runs

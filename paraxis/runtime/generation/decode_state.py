@@ -13,41 +13,18 @@ import torch
 from ...compat.dynamo import specialize
 from ...compat.generation import clear_dynamic_cache, fill_dynamic_cache, preallocated_cache, take_states
 from ...compat.torch import foreach_zero
+from ...context import ParallelExecutionCtx
+from ...distributed.consensus import all_gather_object
 from ...tensor.sharded_tensor import ShardedTensor, spec_of
+from .cache_sizes import capacity_for, memory_limit, rows_for
 from .captured_steps import CapturedSteps
-
-FIRST_CAPACITY = 1024
-"""Positions of the smallest KV cache; larger ones have twice as many, and so on."""
-LARGEST_STEP = 8192
-"""From here on, capacities are multiples of this."""
-MAX_FIRST = 8192
-"""A call that may generate more than this starts with a smaller KV cache, which grows: it may stop early."""
-
 
 MAX_POOLED = 4
 """Kinds of calls whose tensors stay for the next one."""
-MAX_HOST_BYTES = 1 << 28
-"""What pooled KV caches may take of the host's memory."""
 
 
 class UnsupportedCache(RuntimeError):
     """A KV cache whose batch or length is sharded: decode steps write single positions of all sequences."""
-
-
-def capacity_for(length: int) -> int:
-    """The positions of a KV cache that has to hold ``length`` ones: few sizes, since each has programs of its own."""
-    capacity = FIRST_CAPACITY
-    while capacity < length and capacity < LARGEST_STEP:
-        capacity *= 2
-    return capacity if capacity >= length else -(-length // LARGEST_STEP) * LARGEST_STEP
-
-
-def rows_for(batch: int) -> int:
-    """The rows of a decode step for a batch: few sizes, since each has programs of its own."""
-    rows = 1
-    while rows < batch and rows < 16:
-        rows *= 2
-    return rows if rows >= batch else -(-batch // 16) * 16
 
 
 class DecodeState:
@@ -56,6 +33,7 @@ class DecodeState:
     Attributes:
         batch: The sequences.
         capacity: The positions of the KV cache.
+        affordable: How many it may have beyond those that it needs.
         token: The token of every row that the next step reads; there may be more rows than sequences.
         positions: Its position, where the model takes positions.
         mask: Which positions of the cache are no padding, where there is padding.
@@ -69,8 +47,16 @@ class DecodeState:
         captured: CUDA graphs of steps on these tensors.
     """
 
-    def __init__(self, batch: int, capacity: int, device: torch.device, position_rows: int, masked: bool) -> None:
-        self.batch, self.capacity, self.rows = batch, capacity, rows_for(batch)
+    def __init__(
+        self,
+        batch: int,
+        capacity: int,
+        device: torch.device,
+        position_rows: int,
+        masked: bool,
+        affordable: int | None = None,
+    ) -> None:
+        self.batch, self.capacity, self.rows, self.affordable = batch, capacity, rows_for(batch), affordable
         self.masked, self.position_rows = masked, position_rows
         self.cache: Any = None
         self.has_run = False
@@ -135,6 +121,7 @@ class DecodeState:
                 pair = [_empty_like(state, self.rows, self.capacity) for state in (keys, values)]
                 self._storages.append((_local(pair[0]), _local(pair[1])))
                 layers.append((pair[0], pair[1], window is not None))
+        foreach_zero([storage for pair in self._storages for storage in pair])
         for keys, values, _ in layers:
             specialize(keys)
             specialize(values)
@@ -180,8 +167,8 @@ class DecodeState:
 
     def grown(self, length: int, cached: int) -> DecodeState:
         """A state with room for ``length`` positions, in the middle of a call with ``cached`` ones in use."""
-        capacity = capacity_for(length)
-        other = DecodeState(self.batch, capacity, self.token.device, self.position_rows, self.masked)
+        capacity = capacity_for(length, self.affordable)
+        other = DecodeState(self.batch, capacity, self.token.device, self.position_rows, self.masked, self.affordable)
         for mine, theirs in (
             (self.token, other.token),
             (self.positions, other.positions),
@@ -198,11 +185,12 @@ class DecodeState:
         other.sequences[:, :width].copy_(self.sequences)
         if self.mask is not None and other.mask is not None:
             other.mask[:, : self.capacity].copy_(self.mask)
-        layers = []
+        layers: list[tuple[torch.Tensor, torch.Tensor, bool]] = []
         for layer in self.cache.layers:
             pair = [_empty_like(state, self.rows, capacity) for state in (layer.keys, layer.values)]
             for new, old in zip(pair, (layer.keys, layer.values), strict=True):
                 _local(new)[:, :, :cached].copy_(_local(old)[:, :, :cached])
+                _local(new)[:, :, cached:].zero_()
                 specialize(new)
             other._storages.append((_local(pair[0]), _local(pair[1])))
             layers.append((pair[0], pair[1], layer.is_sliding))
@@ -232,34 +220,38 @@ class DecodeState:
 class StatePool:
     """The states of earlier calls, for further ones of the same kind.
 
-    No result refers to their memory, and they take at most an eighth of a GPU's.
+    No result refers to their memory, and they take no more than :func:`.memory_limit`.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._common_limit: int | None = None
         self._states: list[DecodeState] = []  # the last used first
 
-    def take(self, batch: int, capacity: int, position_rows: int, masked: bool) -> DecodeState:
+    def take(
+        self, batch: int, capacity: int, position_rows: int, masked: bool, affordable: int | None = None
+    ) -> DecodeState:
         """A state for a call, which is the only one to have it until it returns it."""
         kind = (batch, capacity, position_rows, masked)
         for state in self._states:
             if (state.batch, state.capacity, state.position_rows, state.masked) == kind:
                 self._states.remove(state)
                 return state
-        return DecodeState(batch, capacity, self.device, position_rows, masked)
+        return DecodeState(batch, capacity, self.device, position_rows, masked, affordable)
 
     def give(self, state: DecodeState) -> None:
         """Put back a state that is not used any more, and drop old ones."""
         self._states.insert(0, state)
-        limit = self._limit()
+        limit = memory_limit(self.device)
         while self._states and sum(each.cache_bytes for each in self._states) > limit:
             self._states.pop()
         del self._states[MAX_POOLED:]
 
-    def _limit(self) -> int:
-        if self.device.type != "cuda":
-            return MAX_HOST_BYTES
-        return int(torch.cuda.get_device_properties(self.device).total_memory) // 8
+    def common_limit(self, ctx: ParallelExecutionCtx) -> int:
+        """The least :func:`.memory_limit` of all tensor-parallel ranks. A collective, the first time."""
+        if self._common_limit is None:
+            self._common_limit = min(all_gather_object(ctx.tp_group, memory_limit(self.device), "sizing a KV cache"))
+        return self._common_limit
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,14 +266,14 @@ def _form(state: torch.Tensor) -> Any:
 
 
 def _empty_like(state: torch.Tensor, rows: int, capacity: int) -> torch.Tensor:
-    """Zeros for so many sequences and positions, sharded as these keys or values are."""
+    """Memory for so many sequences and positions, sharded as these keys or values are."""
     local = _local(state)
     if state.dim() != 4 or local.shape[0] != state.shape[0] or local.shape[2] != state.shape[2]:
         raise UnsupportedCache(f"keys and values of shape {tuple(state.shape)} are {tuple(local.shape)} on this rank")
-    zeros = local.new_zeros(rows, local.shape[1], capacity, local.shape[3])
+    empty = local.new_empty(rows, local.shape[1], capacity, local.shape[3])
     if not isinstance(state, ShardedTensor):
-        return zeros
-    return ShardedTensor(zeros, spec_of(state), (rows, state.shape[1], capacity, state.shape[3]))
+        return empty
+    return ShardedTensor(empty, spec_of(state), (rows, state.shape[1], capacity, state.shape[3]))
 
 
 def _copy(state: torch.Tensor, start: int, end: int, batch: int) -> torch.Tensor:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from ...compat.generation import decode_implementations, decoder_output, prefill, time_is_up
 from ...context import ParallelExecutionCtx
+from .cache_sizes import MAX_FIRST, affordable_positions, capacity_for
 from .choose_tokens import BAD_PROBABILITIES, choose_tokens
-from .decode_state import MAX_FIRST, StatePool, UnsupportedCache, capacity_for
+from .decode_state import DecodeState, StatePool, UnsupportedCache
 from .decode_steps import FAILURES, PASSED_ON, DecodeSteps, StepFailed
 from .late_look import LateLook
 from .request import Request
@@ -51,9 +52,7 @@ class GenerationLoop:
         """The tokens of every sequence, with those that were not looked at yet."""
         self.offset = request.prompt_length - self.length
         """Positions in the cache beyond the tokens: those of the prompt, if the model gets its embeddings."""
-        positions, mask = request.inputs.get("position_ids"), request.inputs.get("attention_mask")
-        rows = 0 if positions is None else positions.shape[0]
-        self.state = pool.take(ids.shape[0], capacity_for(self._first_limit()), rows, mask is not None)
+        self.state: DecodeState
         self.look = LateLook(ids.shape[0], ids.device)
         self.generator = _generator_of(ids.device) if request.sample else None
         self.streamed = 0
@@ -69,6 +68,19 @@ class GenerationLoop:
         most = self.request.max_length
         return likely if most is None else min(most + self.offset, likely)
 
+    def _take_state(self) -> DecodeState:
+        """The tensors for the decode steps of this call, after its prefill."""
+        ids, inputs, batch = self.request.input_ids, self.request.inputs, self.request.input_ids.shape[0]
+        positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+        affordable = affordable_positions(
+            self.request.cache, batch, self.ctx.world_size, self.pool.common_limit(self.ctx)
+        )
+        capacity = capacity_for(self._first_limit(), affordable)
+        rows = 0 if positions is None else positions.shape[0]
+        state = self.pool.take(batch, capacity, rows, mask is not None, affordable)
+        state.start(ids)
+        return state
+
     # -- the way of a call -------------------------------------------------------------------------------------
 
     def run(self) -> Any:
@@ -77,9 +89,9 @@ class GenerationLoop:
         Raises:
             StepFailed: The model does not run with a preallocated cache.
         """
-        request, state = self.request, self.state
-        state.start(request.input_ids)
+        request = self.request
         logits = prefill(self.model, request.input_ids, request.generation_config, request.inputs).logits
+        self.state = state = self._take_state()
         self._note(*choose_tokens(request, state, logits, request.input_ids, self.length + 1))
         del logits
         # Nobody should wait for the first token until the next step was started.

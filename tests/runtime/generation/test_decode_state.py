@@ -1,4 +1,4 @@
-"""Decode states: their sizes, what they take of a prefill, how they grow, and which are pool."""
+"""Decode states: what they take of a prefill, how they grow, and which are pool."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from paraxis.placement import Layout, Shard
-from paraxis.runtime.generation import decode_state
-from paraxis.runtime.generation.decode_state import DecodeState, StatePool, UnsupportedCache, capacity_for, rows_for
+from paraxis.runtime.generation import cache_sizes
+from paraxis.runtime.generation.decode_state import DecodeState, StatePool, UnsupportedCache
 from paraxis.tensor.sharded_tensor import ShardedTensor, ShardSpec
 
 CPU = torch.device("cpu")
@@ -30,12 +30,6 @@ def prefilled(length: int = 5, batch: int = 3, window: int | None = None) -> Any
 
 def keys_and_values(cache: Any) -> list[torch.Tensor]:
     return [x for layer in cache.layers for x in (layer.keys.clone(), layer.values.clone())]
-
-
-def test_there_are_few_capacities_and_numbers_of_rows() -> None:
-    assert [capacity_for(n) for n in (1, 1024, 1025, 8192, 8193, 20000)] == [1024, 1024, 2048, 8192, 16384, 24576]
-    assert [rows_for(n) for n in (1, 2, 3, 9, 16, 17, 40)] == [1, 2, 4, 16, 16, 32, 48]
-    assert all(capacity_for(n) >= n for n in range(1, 40000, 97)) and all(rows_for(n) >= n for n in range(1, 200))
 
 
 def test_a_prefill_moves_to_the_preallocated_cache() -> None:
@@ -87,7 +81,7 @@ def test_sequences_are_padded_with_a_token_that_has_occurred() -> None:
 
 
 def test_a_state_grows_in_the_middle_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_state, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(cache_sizes, "FIRST_CAPACITY", 8)
     state = DecodeState(3, 8, CPU, 3, True)
     mask = torch.ones(3, 5, dtype=torch.int64)
     mask[0, 0] = 0
@@ -99,10 +93,10 @@ def test_a_state_grows_in_the_middle_of_a_call(monkeypatch: pytest.MonkeyPatch) 
     state.unfinished[1] = 0
     keys = state.cache.layers[0].keys.clone()
     grown = state.grown(9, 8)
-    assert grown.capacity == 16 and state.cache is None
+    assert grown.capacity == 32 and state.cache is None
     assert torch.equal(grown.cache.layers[0].keys[:, :, :8], keys) and not grown.cache.layers[0].keys[:, :, 8:].any()
-    assert grown.sequences[2].tolist() == [10, 11, 12, 13, 14, 90, 91, 92] + [10] * 9
-    assert grown.mask is not None and grown.mask[0].tolist() == [0] + [1] * 15
+    assert grown.sequences[2].tolist() == [10, 11, 12, 13, 14, 90, 91, 92] + [10] * 25
+    assert grown.mask is not None and grown.mask[0].tolist() == [0] + [1] * 31
     assert grown.length == 8 and grown.column.item() == 8 and grown.unfinished.tolist() == [1, 0, 1]
     assert grown.positions is not None and grown.positions[:3, 0].tolist() == [8, 8, 8]
 
@@ -132,7 +126,7 @@ def test_pooled_states_are_used_by_one_call_at_a_time(monkeypatch: pytest.Monkey
     assert pool.take(1, 8, 1, True) is not state
     assert pool.take(1, 8, 1, False) is state
     assert pool.take(1, 8, 1, False) is not state
-    monkeypatch.setattr(decode_state, "MAX_HOST_BYTES", state.cache_bytes - 1)
+    monkeypatch.setattr(cache_sizes, "MAX_HOST_BYTES", state.cache_bytes - 1)
     pool.give(state)
     assert pool.take(1, 8, 1, False) is not state, "it takes more memory than a pool may"
 

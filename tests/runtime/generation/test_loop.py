@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -204,3 +205,32 @@ def test_a_model_that_cannot_do_it_generates_by_transformers_loop(ranks: Any, ch
     assert found["same"] and found["runs"] == 1, "the loop is tried once"
     for tokens, streamed_tokens in zip(found["expected"], found["streamed"], strict=True):
         assert tokens[0, IDS.shape[1] :].tolist() == streamed_tokens, "no token was streamed twice"
+
+
+def compilations(folder: str, compile: str | None) -> dict[str, Any]:
+    """How often prompts of many lengths compile after the first call, and a long generation after them; whether tokens
+    are the unsharded model's. Caches have a 32nd of their size, and so have the lengths: from 1 to 96."""
+    (model, ctx), unsharded = parallel(folder, compile=compile), reference(folder)
+    model.eval()
+    lengths = [16, *torch.randperm(96, generator=torch.Generator().manual_seed(1)).add(1).tolist()[:20], 1, 96, 1, 2]
+    counts, same = [], []
+
+    def generate(length: int, new: int) -> None:
+        ids = torch.arange(length)[None] % 90 + 3
+        options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None}
+        same.append(torch.equal(model.generate(ids, **options), unsharded.generate(ids, **options)))
+        counts.append(ctx.compile_times)
+
+    with generation_loop() if compile else nullcontext([]) as runs:
+        for length in lengths:
+            generate(length, 3)
+        generate(20, 70)
+    return {"same": all(same), "later": counts[-2] - counts[0], "long": counts[-1] - counts[-2], "runs": len(runs)}
+
+
+@pytest.mark.parametrize("compile", ["inductor", pytest.param(None, marks=pytest.mark.long)])
+def test_prompts_of_all_lengths_compile_three_times_at_most(ranks: Any, checkpoints: Any, compile: str | None) -> None:
+    (found,) = ranks(1).run(compilations, checkpoints("llama", num_hidden_layers=1), compile, timeout=500)
+    assert found["same"]
+    assert found["later"] <= 3 and found["long"] == 0, found
+    assert found["runs"] == (26 if compile else 0)
