@@ -62,6 +62,8 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
         model.init_continuous_batching = bounded_cache(model.init_continuous_batching, ctx)
     if hasattr(model, "get_compiled_call"):  # what generate decodes with: it is compiled already
         model.get_compiled_call = lambda compile_config=None: model.__call__
+    if hasattr(model, "resize_token_embeddings"):
+        model.resize_token_embeddings = partial(_keep_token_embeddings, model)
     if hasattr(model, "save_pretrained") and dist.get_world_size(ctx.world_group) > 1:
         model.save_pretrained = _saver(model, ctx)
 
@@ -79,6 +81,25 @@ def _state_as_dtensors(module: nn.Module, state: dict[str, Any], prefix: str, me
     for name, value in state.items():
         if isinstance(value, ShardedTensor):
             state[name] = value.to_dtensor()
+
+
+def _keep_token_embeddings(
+    model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+) -> nn.Module:
+    """``resize_token_embeddings``: refused before anything changes, unless the size stays. The plan is for this one."""
+    embeddings: nn.Module = model.get_input_embeddings()
+    now = int(embeddings.weight.shape[0])  # type: ignore[union-attr,index,arg-type]
+    wanted = now if new_num_tokens is None else new_num_tokens
+    if pad_to_multiple_of is not None:
+        wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+    if wanted != now:
+        raise RuntimeError(
+            f"{type(model).__name__} is parallel, and its {now} token embeddings are sharded by a plan: they cannot "
+            f"become {wanted}. Resize before: model = AutoModelForCausalLM.from_pretrained(...); "
+            f"model.resize_token_embeddings({wanted}); then parallelize_model(model, ctx), or save_pretrained and "
+            "parallelize the directory."
+        )
+    return embeddings
 
 
 def _saver(model: nn.Module, ctx: ParallelExecutionCtx) -> Callable[..., Any]:

@@ -33,6 +33,7 @@ _BOUND = {
     "generate",
     "init_continuous_batching",
     "save_pretrained",
+    "resize_token_embeddings",
     "get_compiled_call",
     "compile",
     "_apply",

@@ -163,6 +163,24 @@ class ShardedTensor(torch.Tensor):
             memo[id(self)] = copied
         return memo[id(self)]  # type: ignore[no-any-return]
 
+    def __copy__(self) -> ShardedTensor:
+        """The same shard as a new tensor; of a parameter, a new parameter."""
+        copied: Any = ShardedTensor(self._local, self._spec, self.shape, self.requires_grad)
+        if isinstance(self._spec, ParameterMeta):
+            mark_as_parameter(copied)
+            copied.meta_info = self._spec
+        return copied  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickling (``torch.save``) is refused: what one rank could write is neither the tensor nor a checkpoint."""
+        name = getattr(self._spec, "name", "")
+        raise TypeError(
+            f"cannot pickle {f'the parameter {name!r}' if name else 'a tensor'} of shape {tuple(self.shape)}, which is "
+            "sharded over ranks. Use model.save_pretrained(directory) for an ordinary checkpoint, "
+            "paraxis.save_state(directory, model, optimizer) to resume a training run, or save "
+            "tensor.full_tensor(): each of them on all ranks."
+        )
+
     @property
     def _fsdp_flattened(self) -> bool:
         """``FullyShardedDataParallel`` asks this of each parameter before it flattens them: refused."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models.compare import parallel, reference
+from models.compare import batch, context, max_difference, parallel, reference
+
+from paraxis import parallelize_model
 
 
 def use_methods(folder: str, target: str) -> dict[str, Any]:
@@ -34,3 +39,64 @@ def test_methods_of_a_parallel_model(ranks: Any, checkpoints: Any, tmp_path: Pat
         assert found["class"] == type(expected).__name__
     saved = reference(target)
     assert all(torch.equal(p, q) for p, q in zip(saved.parameters(), expected.parameters(), strict=True))
+
+
+def resize(folder: str, compile: Any) -> dict[str, Any]:
+    """The errors of resizing a parallel model and a copy; then a model that was resized before."""
+    model, _ = parallel(folder, compile=compile)
+    unsharded, (ids, _) = reference(folder), batch(256)
+    refused = []
+    for one in (model, copy.deepcopy(model)):
+        for options in ({"new_num_tokens": 259}, {"pad_to_multiple_of": 100, "mean_resizing": False}):
+            with pytest.raises(RuntimeError) as caught:
+                one.resize_token_embeddings(**options)
+            refused.append(str(caught.value))
+    kept = model.resize_token_embeddings(256) is model.resize_token_embeddings() is model.get_input_embeddings()
+    with torch.no_grad():
+        errors = [max_difference(model(input_ids=ids).logits, unsharded(input_ids=ids).logits)]
+        unsharded.resize_token_embeddings(259)
+        resized = parallelize_model(copy.deepcopy(unsharded), context(), compile=compile, show_progress=False)
+        errors.append(max_difference(resized(input_ids=ids + 3).logits, unsharded(input_ids=ids + 3).logits))
+    return {"refused": refused, "kept": kept, "errors": errors, "size": resized.lm_head.weight.shape[0]}
+
+
+@pytest.mark.parametrize("compile", [None, "inductor"])
+def test_token_embeddings_are_resized_before_parallelizing(ranks: Any, checkpoints: Any, compile: Any) -> None:
+    for found in ranks(2).run(resize, checkpoints("llama-tied", num_hidden_layers=1), compile):
+        for message, size in zip(found["refused"], [259, 300, 259, 300], strict=True):
+            assert f"256 token embeddings are sharded by a plan: they cannot become {size}" in message
+            assert f"resize_token_embeddings({size}); then parallelize_model" in message
+        assert found["kept"] and max(found["errors"]) < 1e-4 and found["size"] == 259
+
+
+def pickles(folder: str) -> dict[str, str]:
+    """What pickling raises; the state dict can be written, each rank's own."""
+    model, _ = parallel(folder)
+    ids, labels = batch(256)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=ids, labels=labels).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        cache = model(input_ids=ids, use_cache=True).past_key_values
+    found = {}
+    for name, value in {
+        "model": model,
+        "layer": model.model.layers[0],
+        "parameter": model.lm_head.weight,
+        "optimizer": optimizer.state_dict(),
+        "cache": cache,
+    }.items():
+        for write in (pickle.dumps, lambda value: torch.save(value, io.BytesIO())):
+            with pytest.raises(TypeError) as caught:
+                write(value)
+            found[f"{name} {len(found)}"] = str(caught.value)
+    torch.save(model.state_dict(), io.BytesIO())
+    return found
+
+
+def test_pickling_says_what_to_do_instead(ranks: Any, checkpoints: Any) -> None:
+    for found in ranks(2).run(pickles, checkpoints("llama", num_hidden_layers=1)):
+        assert len(found) == 10
+        for name, message in found.items():
+            assert message.startswith("cannot pickle") and "save_pretrained" in message and "save_state" in message
+            assert ("the parameter 'lm_head.weight'" in message) == name.startswith("parameter"), message

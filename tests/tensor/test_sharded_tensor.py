@@ -104,6 +104,8 @@ def deep_copies() -> None:
     assert_same("values", copied.detach(), random_tensor(), parameter.placement)
     assert_same("gradient", copied.grad, torch.full(SHAPE, 2.0), parameter.placement)
     assert copied.local.data_ptr() != parameter.local.data_ptr()
+    shallow = copy.copy(parameter)
+    assert isinstance(shallow, nn.Parameter) and shallow.spec is parameter.spec and shallow.local is parameter.local
 
 
 def overrides() -> None:
