@@ -18,6 +18,9 @@ BLOCK = 32
 WARPS = 4
 MAX_SPLITS = 128
 """Programs per key head at most."""
+MAX_PROGRAMS = 1024
+"""Programs at most, where there are several key heads or sequences: more of them do not run at the same time, and each
+writes its partial result and reads the queries."""
 
 
 @triton.jit
@@ -187,7 +190,7 @@ def launch(
     """Run the kernels; ``new`` is (key, value, cos, sin, position) of the new token: RoPE and the write are fused."""
     batch, heads, length, features = keys.shape
     groups = q.shape[1] // heads
-    steps = triton.cdiv(length, BLOCK * MAX_SPLITS)
+    steps = triton.cdiv(length, BLOCK * max(1, min(MAX_SPLITS, MAX_PROGRAMS // (batch * heads))))
     splits = triton.cdiv(length, BLOCK * steps)
     partials = q.new_empty((batch * q.shape[1] * splits * (features + 2),), dtype=torch.float32)
     stats = partials[batch * q.shape[1] * splits * features :]
