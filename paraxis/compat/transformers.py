@@ -64,6 +64,11 @@ def install_output_hooks(model: nn.Module) -> None:
     except ImportError:  # a version that collects these outputs in another way
         return
     _nest_collectors()
+    if not getattr(model, "_output_capturing_hooks_installed", False):
+        # A part of it that collected something before has its hooks, and would collect everything twice.
+        for module in model.modules():
+            for key in [key for key, hook in module._forward_hooks.items() if is_output_hook(hook)]:
+                del module._forward_hooks[key]
     maybe_install_capturing_hooks(model)
 
 

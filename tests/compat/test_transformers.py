@@ -116,3 +116,16 @@ def test_collectors_nest_while_traced() -> None:
     assert len(traced.hidden_states) == len(expected.hidden_states) == 2
     assert all(map(torch.allclose, traced.hidden_states, expected.hidden_states))
     torch._dynamo.reset()
+
+
+def test_output_hooks_are_installed_once() -> None:
+    """Also if a part of the model has them already: a backbone that needs its own hidden states."""
+    ids = torch.tensor([[1, 2, 3]])
+    plain, model = tiny.build("llama"), tiny.build("llama")
+    right = plain(ids, output_hidden_states=True).hidden_states
+    model.model(ids, output_hidden_states=True)
+    compat.install_output_hooks(model)
+    compat.install_output_hooks(model)
+    for found in (model(ids, output_hidden_states=True), model.model(ids, output_hidden_states=True)):
+        assert [x.shape for x in found.hidden_states] == [x.shape for x in right]
+        assert all(torch.equal(x, y) for x, y in zip(found.hidden_states, right, strict=True))
