@@ -20,7 +20,7 @@ from .distributed.consensus import limit_waits
 from .plan.apply import apply_plan
 from .plan.make import NotOneGraph, make_plan
 from .runtime.check_ranks import setup_checks
-from .runtime.compiled_call import CompiledCall, plan_by_running
+from .runtime.compiled_call import CompiledCall, plan_by_running, plan_rest_by_running
 from .runtime.model_methods import install_model_methods
 from .runtime.redirect_forward import compiled_call_of
 from .weights.build import attach, build_on_ranks, quantize_by_configuration
@@ -119,9 +119,12 @@ def parallelize_model(
 
 def _plan_and_load(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> None:
     plan = make_plan(call.module, ctx, config, examples)  # capture, solve; or a plan of the user or the cache
+    calls = example_calls(call.module, examples, ctx.current_device, config.objective)
     if isinstance(plan, NotOneGraph):  # each of its graphs is planned, applied and loaded when a first call meets it
-        calls = example_calls(call.module, examples, ctx.current_device, config.objective)
         plan_by_running(call, calls, plan.reason)
+        return
+    if plan.breaks and plan.unplanned and config.plan is None:  # so are those of a call that is not one graph
+        plan_rest_by_running(call, calls, plan, derived=examples is None)
         return
     apply_plan(plan, ctx)
     materialize_parameters(ctx, config)

@@ -151,6 +151,8 @@ def search_plan(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, exa
         assert failed is not None
         raise failed
     builder.add_unused(shapes)
+    if broken is not None and builder.unplanned:  # which that call may use
+        builder.breaks.append(f"the model: {broken.reason}")
     return replace(found, plan=builder.build())
 
 

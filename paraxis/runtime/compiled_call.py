@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -48,6 +48,12 @@ from .late_parameters import register_late_parameters
 from .model_watch import ModelWatch
 from .submodule_call import callable_children, install_submodule_call
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional arguments, and those by name."""
+
+CallKind = tuple[int, frozenset[str]]
+"""How many positional arguments a call has, and which by name."""
+
 RECOMPILE_LIMIT = 64
 """Prefill, decode, training and their dynamic variants are all compilations of one function."""
 
@@ -57,8 +63,9 @@ class CompiledCall:
 
     A module whose forward cannot be captured as one graph *falls back*: its own forward runs in Python, on replicated
     tensors, and each of its children is compiled by itself, and falls back in its turn if need be. ``plan.breaks`` says
-    so, with the line that breaks the graph. It does the same where submodules have hooks that must run in Python
-    (:mod:`.hooks`), for as long as they have.
+    so, with the line that breaks the graph. Only calls with the same arguments do: a prefill with images may break the
+    graph of a model whose decode steps are one graph. It does the same where submodules have hooks that must run in
+    Python (:mod:`.hooks`), for as long as they have.
 
     Hooks of the module itself run around this call. Of the model itself the forward is replaced: it is also called
     directly, by wrappers of the model. Then ``forward`` is the model's own.
@@ -78,6 +85,8 @@ class CompiledCall:
         self.module, self.ctx, self.config, self.name = module, ctx, config, name
         self.forward = forward
         self.fell_back = self.running = self.hooked = False
+        self.broken: dict[CallKind, str] = {}
+        """The kinds of calls that fall back, and why; ``fell_back`` is for all."""
         self._compile_times = -1
         self._guarded = shards_parameters(ctx, config)
         self._watch: ModelWatch | None = None
@@ -163,9 +172,10 @@ class CompiledCall:
         check = self.ctx.state.input_check
         if check is not None and not check.active:  # the outermost call: compare its inputs between ranks
             return check.run(self, args, kwargs)
-        if not self.fell_back and (self._watch is None or self._watch.changed()):
+        falls_back = self.fell_back or (bool(self.broken) and kind_of(args, kwargs) in self.broken)
+        if not falls_back and (self._watch is None or self._watch.changed()):
             self._take_up_changes()
-        if not self.fell_back and not self.hooked:
+        if not falls_back and not self.hooked:
             if self._compile_times != self.ctx.compile_times:  # the call before compiled: this one may have to as well
                 self._compile_times = self.ctx.compile_times
                 malloc_trim()
@@ -195,17 +205,22 @@ class CompiledCall:
             if self._watch is not None and self._watch.leave_graph():  # it may be a hook that breaks the graph
                 self._take_up_changes()
                 return self(*args, **kwargs)
-            self.fall_back(str(problem))
+            self.fall_back(str(problem), kind_of(args, kwargs))
         if self.forward is None:
             return self.module.forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
-    def fall_back(self, problem: str) -> None:
-        """Run the module's own forward in Python from now on, and compile its children instead."""
+    def fall_back(self, problem: str, kind: CallKind | None = None) -> None:
+        """For calls of this kind, or all: run the module's own forward in Python from now on, and compile its children
+        instead."""
         self._run_in_python(problem)
-        self.fell_back = True
+        if kind is None:
+            self.fell_back = True
+        else:
+            self.broken[kind] = problem
         plan = self.ctx.plan or Plan(self.ctx.world_size)
-        self.ctx.plan = replace(plan, breaks=(*plan.breaks, f"{self.name or 'the model'}: {problem}"))
+        breaks = dict.fromkeys((*plan.breaks, f"{self.name or 'the model'}: {problem}"))
+        self.ctx.plan = replace(plan, breaks=tuple(breaks))
 
     def _run_in_python(self, problem: str) -> None:
         """Prepare for running the module's own forward in Python, and the children as graphs of their own."""
@@ -239,24 +254,72 @@ def place_unused(ctx: ParallelExecutionCtx, config: Config, which: set[int] | No
     materialize_parameters(ctx, config)
 
 
-def plan_by_running(call: CompiledCall, calls: Iterable[tuple[tuple[Any, ...], dict[str, Any]]], reason: str) -> None:
+def plan_by_running(call: CompiledCall, calls: Iterable[Call], reason: str) -> None:
     """Plan a model with graph breaks by running it: every graph is solved, applied and loaded when it is met.
 
     ``calls`` are (args, kwargs) of the calls to plan it with; later ones are for parameters that no earlier one uses.
     """
-    ctx, config = call.ctx, call.config
-    ctx.state.planning = True
+    with _planning(call):
+        call.fall_back(reason)
+        for args, kwargs in calls:
+            if _all_placed(call):
+                break
+            _plan_call(call, args, kwargs)
+    place_unused(call.ctx, call.config)
+
+
+def plan_rest_by_running(call: CompiledCall, calls: Iterable[Call], plan: Plan, derived: bool) -> None:
+    """Apply a plan that was made without the calls that break the graph, and plan the parameters that only they use by
+    running them. The parts between the breaks, such as a vision tower, are then planned for what they compute.
+
+    Args:
+        call: The program of the model.
+        calls: Of all kinds.
+        plan: The plan, in which these parameters are ``unplanned``.
+        derived: Whether the inputs are dummy inputs, of which some may not do.
+    """
+    ctx, left = call.ctx, set(plan.unplanned)
+    parameters = {name: p for name, p in plan.parameters.items() if name not in left}
+    replicated = [each for each in plan.replicated if each[0] not in left]
+    apply_plan(replace(plan, parameters=parameters, replicated=replicated, unplanned=()), ctx)
+    materialize_parameters(ctx, call.config)
+    with _planning(call):
+        for args, kwargs in calls:
+            if _all_placed(call):
+                break
+            try:
+                _plan_call(call, args, kwargs)
+            except Exception as error:  # on all ranks, as when the plan was searched, which has said so
+                if not derived:
+                    raise
+                logging.getLogger("paraxis").info("not planned: %s", error)
+    place_unused(ctx, call.config)
+
+
+@contextmanager
+def _planning(call: CompiledCall) -> Iterator[None]:
+    """Inside, graphs that are compiled add to the plan."""
+    call.ctx.state.planning = True
     try:
         with torch.no_grad(), gc_paused():
-            call.fall_back(reason)
-            for args, kwargs in calls:
-                if all(meta.placement is not None for meta in parameter_metas(ctx).values()):
-                    break
-                try:
-                    call(*args, **kwargs)
-                except UnplacedError:  # read by Python code before any graph: place all the rest, and run it again
-                    place_unused(ctx, config)
-                    call(*args, **kwargs)
+            yield
     finally:
-        ctx.state.planning = False
-    place_unused(ctx, config)
+        call.ctx.state.planning = False
+
+
+def _all_placed(call: CompiledCall) -> bool:
+    return all(meta.placement is not None for meta in parameter_metas(call.ctx).values())
+
+
+def _plan_call(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a call, whose graphs are planned."""
+    try:
+        call(*args, **kwargs)
+    except UnplacedError:  # read by Python code before any graph: place all the rest, and run it again
+        place_unused(call.ctx, call.config)
+        call(*args, **kwargs)
+
+
+def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
+    """What calls of one kind have in common: a call with images is of another kind than one without."""
+    return len(args), frozenset(name for name, value in kwargs.items() if value is not None)

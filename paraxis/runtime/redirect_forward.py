@@ -108,6 +108,8 @@ def model_copier(
         program = compiled_call_of(twin, theirs, call.config, call.name)
         if call.fell_back:
             program.fall_back("; ".join(ctx.plan.breaks[:1]) if ctx.plan is not None else "")
+        for kind, problem in call.broken.items():
+            program.fall_back(problem, kind)
         install_model_methods(twin, theirs, program)
         return twin
 

@@ -12,6 +12,7 @@ from models.compare import batch, full, max_difference, module_errors, parallel,
 from torch import nn
 
 from paraxis import ParallelExecutionCtx, parallelize_model
+from paraxis.plan.work import sharded_fraction
 from paraxis.runtime.submodule_call import SubmoduleCall
 
 
@@ -145,3 +146,58 @@ def test_blocks_stay_graphs_where_the_model_around_them_collects_their_results(r
     for found in ranks(2).run(collects_hidden_states, checkpoints("llama")):
         assert max(found["errors"]) < 1e-4 and len(found["errors"]) == 3
         assert not any("layers" in reason.split(":")[0] for reason in found["breaks"])
+
+
+class Scenes(nn.Module):
+    """Python that depends on the data around a tower, which only calls with an image use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.decoder = nn.Embedding(32, 16), Inner()
+        self.tower = nn.Sequential(Inner(), Inner())
+
+    def forward(self, ids: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids)
+        if image is not None:
+            if image.mean().item() > 100:
+                image = -image
+            x = torch.cat([self.tower(image), x], 1)
+        return self.decoder(x)
+
+
+def run_with_and_without_images() -> dict[str, Any]:
+    """Errors of both kinds of calls, what is planned, and which calls fall back."""
+    generator = torch.Generator().manual_seed(1)
+    image = {"ids": torch.tensor([[1, 2, 3]]), "image": torch.randn(1, 6, 16, generator=generator)}
+    text = {"ids": torch.tensor([[4, 5, 6, 7]])}
+    torch.manual_seed(0)
+    unsharded = Scenes()
+    torch.manual_seed(0)
+    ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=torch.device("cpu"))
+    model = parallelize_model(Scenes(), ctx, example_inputs=[image, text], show_progress=False)
+    planned = ctx.plan
+    errors = [max_difference(model(**inputs), unsharded(**inputs)) for inputs in (image, text, image, text)]
+    text_graph = ctx.last_optimized_graph_module.graph
+    for each in (model, unsharded):
+        each(**image).square().sum().backward()
+    gradients = {n: max_difference(full(p.grad), unsharded.get_parameter(n).grad) for n, p in model.named_parameters()}
+    return {
+        "errors": errors,
+        "gradients": max(gradients.values()),
+        "breaks": planned.breaks,
+        "unplanned": planned.unplanned,
+        "tower": {n: p.local_shape for n, p in planned.parameters.items() if n.startswith("tower.0") and "weight" in n},
+        "shared": sharded_fraction(planned.matmuls, "tower"),
+        "breaks after": ctx.plan.breaks,
+        "inputs of text": sum(node.op == "placeholder" for node in text_graph.nodes),
+    }
+
+
+def test_parts_of_calls_that_break_the_graph_are_planned_and_other_calls_stay_graphs(ranks: Any) -> None:
+    for found in ranks(2).run(run_with_and_without_images):
+        assert max(found["errors"]) < 1e-5 and found["gradients"] < 1e-4
+        assert found["tower"] == {"tower.0.up.weight": (32, 16), "tower.0.down.weight": (16, 32)}
+        assert found["shared"] == 1.0 and not found["unplanned"]
+        assert len(found["breaks"]) == 1 and "item" in found["breaks"][0]
+        assert found["breaks after"] == found["breaks"]
+        assert found["inputs of text"] == 1 + 5, "the token ids, and all parameters but those of the tower"
