@@ -43,8 +43,9 @@ def be_quiet() -> None:
 
 
 def first_line(error: BaseException, length: int = 300) -> str:
-    """The type and the first line of an error."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:length]}"
+    """The type of an error, and the first line that says something."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:length] if lines else ''}"
 
 
 def versions() -> str:

@@ -123,6 +123,7 @@ def tokens(model: Any, unsharded: Any, inputs: dict[str, Any]) -> Any:
     except Exception as error:
         return f"unsharded model: {first_line(error, 120)}"
     found = model.generate(**inputs, **NEW)
+    expected, found = (getattr(each, "sequences", each) for each in (expected, found))
     return bool(torch.equal(found, expected))
 
 

@@ -51,6 +51,7 @@ AUDIO: dict[str, Fields] = {
         "speech_decoder_postnet_layers": 2,
         "speaker_embedding_dim": 24,
     },
+    "whisper": {"decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None},
     "moonshine_streaming": {"encoder_config.sliding_windows": [[16, 4], [16, 0]], "num_key_value_heads": 8},
     "granite_speech5_encoder": {"context_size": 8, "subsample_layers": [0], "num_mel_bins": 32},
     "granite_speech_encoder": {"context_size": 20},
