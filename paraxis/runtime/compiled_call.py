@@ -312,12 +312,18 @@ def _all_placed(call: CompiledCall) -> bool:
 
 
 def _plan_call(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run a call, whose graphs are planned."""
-    try:
-        call(*args, **kwargs)
-    except UnplacedError:  # read by Python code before any graph: place all the rest, and run it again
-        place_unused(call.ctx, call.config)
-        call(*args, **kwargs)
+    """Run a call, whose graphs are planned. A parameter that Python code reads before any graph does is placed then."""
+    ctx, seen = call.ctx, set[str]()
+    while True:
+        try:
+            call(*args, **kwargs)
+            return
+        except UnplacedError as error:
+            known = ctx.param_cache.get(error.name)
+            place_unused(ctx, call.config, None if known is None or error.name in seen else {id(known)})
+            if known is None and error.name in seen:
+                raise
+            seen.add(error.name)
 
 
 def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:

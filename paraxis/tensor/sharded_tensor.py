@@ -48,7 +48,15 @@ __all__ = [
 
 
 class UnplacedError(RuntimeError):
-    """A parameter was used before the plan set its placement."""
+    """A parameter was used before the plan set its placement.
+
+    Attributes:
+        name: The parameter.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"parameter {name!r} has no placement yet: not planned")
+        self.name = name
 
 
 class ShardedTensor(torch.Tensor):
@@ -86,7 +94,7 @@ class ShardedTensor(torch.Tensor):
     def placement(self) -> Placement:
         """Where the elements live, across the tensor-parallel ranks. See ``dp_shard`` for the data-parallel ranks."""
         if self._spec.placement is None:
-            raise UnplacedError(f"parameter {getattr(self._spec, 'name', '')!r} has no placement yet: not planned")
+            raise UnplacedError(getattr(self._spec, "name", ""))
         return self._spec.placement
 
     @property
