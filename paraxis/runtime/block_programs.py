@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -60,18 +60,33 @@ class BlockPrograms:
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call may run these programs: without gradients, its arguments tensors and at most one KV cache
-        with a layer for each block."""
+        with a layer for each block, of which those of the other blocks are like those of the first ones."""
         if torch.is_grad_enabled():
             return False
         caches = 0
         for value in (*args, *kwargs.values()):
             if is_cache(value):
                 caches += 1
-                if len(value.layers) != len(self.blocks):
+                if len(value.layers) != len(self.blocks) or not self._repeat(value.layers):
                     return False
             elif not _is_plain(value):
                 return False
         return caches <= 1 and _kind(args, kwargs) not in self.refused
+
+    def _repeat(self, layers: Sequence[Any]) -> bool:
+        """Whether the layers of a KV cache have the classes and numbers of those that the programs are made with. Their
+        tensors are looked at when a program is called."""
+        periods = self.periods
+        for like in range(periods.captured - periods.period, periods.captured):
+            own, others = layers[like], layers[like + periods.period :: periods.period]
+            names = [name for name, value in vars(own).items() if isinstance(value, NUMBERS)]
+            numbers = attrgetter("__class__", *names)
+            try:
+                if set(map(numbers, others)) - {numbers(own)}:
+                    return False
+            except AttributeError:
+                return False
+        return True
 
     def changed(self) -> bool:
         """Whether somebody has changed the other blocks, which no guard looks at, so that these programs do not hold
