@@ -40,6 +40,7 @@ class EngineState:
         input_check: What compares the inputs of calls between tensor-parallel ranks; None where nothing does.
         first_blocks: Whether the graph that is compiled now is that of a model's first blocks, for all of them.
         graph_pool: The memory pool that the CUDA graphs of this context share, once there is one.
+        generating: An object that stands for the call of ``generate`` that is running; None if there is none.
         early_launches: What launches the prefill of a repeated ``generate`` early, on a GPU.
     """
 
@@ -56,6 +57,7 @@ class EngineState:
     first_blocks: bool = False
     graph_pool: Any = None
     early_launches: EarlyLaunches | None = None
+    generating: Any = None
 
 
 @dataclass

@@ -24,8 +24,9 @@ from ..capture.same_blocks import why_not_same
 from ..graph.local_program import info_of
 from ..graph.outline import Outline, Role, outline
 from ..passes.lift import Lifted, lifted_of, like_shard
-from ..tensor.sharded_tensor import ShardedTensor
+from ..tensor.sharded_tensor import ShardedTensor, shards_version
 from .guards import ParametersReplaced, form_of, picker
+from .model_watch import registrations
 from .outlined_program import Arguments, CompilePiece, OutlinedProgram
 
 NUMBERS = (int, float, str, type(None), torch.dtype)
@@ -53,6 +54,7 @@ class BlockPrograms:
         self._attributes = [module.__dict__ for module in others]
         self._parts: list[dict[str, Any]] = [held for m in others for held in (m._parameters, m._buffers, m._modules)]  # type: ignore[misc]
         self._seen, self._known = self._attributes_now(), self._parts_now()
+        self._checked: Any = None
         self.refused: set[Any] = set()
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self._cache: Any = None
@@ -88,12 +90,18 @@ class BlockPrograms:
                 return False
         return True
 
-    def changed(self) -> bool:
+    def changed(self, generating: Any = None) -> bool:
         """Whether somebody has changed the other blocks, which no guard looks at, so that these programs do not hold
         for them: not all repeat any more, or one has other parameters or modules than the programs were made with.
 
-        It takes a tenth of a millisecond for ten thousand attributes.
+        It takes a tenth of a millisecond for ten thousand attributes. Within one call of ``generate``, which
+        ``generating`` stands for, only hooks, modules and parameters that are registered and shards that are replaced
+        are looked for after the first step.
         """
+        if generating is not None:
+            before, self._checked = self._checked, (generating, registrations(), shards_version())
+            if before == self._checked:
+                return False
         parts = self._parts_now()
         if len(parts) != len(self._known) or not all(map(is_, parts, self._known)):
             return True

@@ -128,8 +128,8 @@ class CompiledCall:
         """The programs of the first blocks, if this call may run them for all blocks."""
         if self.forward is None or torch.is_grad_enabled() or shards_parameters(self.ctx, self.config):
             return None
-        watch = self._watch
-        if self._blocks_of is not watch or (self._blocks is not None and self._blocks.changed()):
+        watch, generating = self._watch, self.ctx.state.generating
+        if self._blocks_of is not watch or (self._blocks is not None and self._blocks.changed(generating)):
             self._blocks_of, self._blocks = watch, find_block_programs(self.module)
         return self._blocks if self._blocks is not None and self._blocks.takes(args, kwargs) else None
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any
 
 from ...compat.generation import clear_dynamic_cache, has_plain_loop, install_sampling_loop
 from ...config import Config
-from ...context import ParallelExecutionCtx
+from ...context import EngineState, ParallelExecutionCtx
 from ...passes.setting import compiles, inductor_options
 from ..cuda_graphs import pool_of
 from ..early_launch import EarlyLaunches
@@ -38,17 +39,24 @@ def install_generation_loop(model: Any, ctx: ParallelExecutionCtx, config: Confi
         install_sampling_loop(model, Generation(ctx, config))
         if ctx.current_device.type == "cuda" and config.compile is not None:
             ctx.state.early_launches = EarlyLaunches(ctx.current_device)
-            model.generate = _launching_early(model.generate, ctx.state.early_launches)
+    if hasattr(model, "generate"):
+        model.generate = _noted(model.generate, ctx.state)
 
 
-def _launching_early(generate: Callable[..., Any], early: EarlyLaunches) -> Callable[..., Any]:
-    """A model's ``generate`` whose prefill starts before it is prepared, if its prompt is like an earlier one."""
+def _noted(generate: Callable[..., Any], state: EngineState) -> Callable[..., Any]:
+    """A model's ``generate`` that the engine knows to be running. Its prefill starts before it is prepared, if its
+    prompt is like an earlier one."""
 
     @wraps(generate)
     def run(*args: Any, **kwargs: Any) -> Any:
+        early, outer = state.early_launches, state.generating
         prompt = args[0] if args else kwargs.get("inputs", kwargs.get("input_ids"))
-        with early.prefill_of(prompt):
-            return generate(*args, **kwargs)
+        state.generating = outer or object()
+        try:
+            with nullcontext() if early is None else early.prefill_of(prompt):
+                return generate(*args, **kwargs)
+        finally:
+            state.generating = outer
 
     return run
 
