@@ -171,7 +171,7 @@ def test_first_layers_of_a_cache_are_the_layers_of_the_cache() -> None:
     assert {name.split(".")[1] for name in tensors_of(cut.first)} == {"0", "1", "2"}
 
 
-def test_attributes_that_a_call_sets_on_a_cache_are_given_back() -> None:
+def test_attributes_that_a_call_sets_on_a_cache_come_back() -> None:
     cache = filled_cache(6)
     cache.seen = 3
     cut = FirstLayers(cache, 3)

@@ -121,10 +121,10 @@ def run_pieces(toy: Toy, found: Outline, inputs: Sequence[Any], count: int) -> l
     before = dict(zip(found.head.outputs, run(found.head, [argument(n, 0) for n in found.head.inputs]).values()))
     made: list[dict[Node, Any]] = []
     for number in range(count):
-        given = [
+        taken = [
             made[-1][found.carried[n]] if made and n in found.carried else value(n, number) for n in found.body.inputs
         ]
-        made.append(dict(zip(found.body.outputs, run(found.body, given).values())))
+        made.append(dict(zip(found.body.outputs, run(found.body, taken).values())))
     after = {n: made[-1][found.first[n]] if n in found.first else value(n, 0) for n in found.tail.inputs}
     results = list(run(found.tail, list(after.values())).values())
     for i, node in found.passed.items():

@@ -47,8 +47,8 @@ def call_in_many_ways(folder: str, way: str, eager: bool = True) -> Any:
         unsharded = reference(folder)
 
         def call(what: str, ids: torch.Tensor, caches: Any = None, **options: Any) -> Any:
-            given = [{"past_key_values": cache} for cache in caches] if caches else [{}, {}]
-            results = [m(ids, **options, **own) for m, own in zip((model, unsharded), given, strict=True)]
+            passed = [{"past_key_values": cache} for cache in caches] if caches else [{}, {}]
+            results = [m(ids, **options, **own) for m, own in zip((model, unsharded), passed, strict=True)]
             found[what] = max_difference(results[0].logits, results[1].logits), seen.ran_outlined()
             return [result.past_key_values for result in results]
 

@@ -129,17 +129,17 @@ def test_sizes_may_differ_from_call_to_call(count: int) -> None:
 
 
 def test_pieces_get_the_sizes_as_arguments_behind_their_own() -> None:
-    given: dict[str, list[Any]] = {}
+    taken: dict[str, list[Any]] = {}
 
     def compile_piece(piece: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         names = [node.name for node in piece.graph.find_nodes(op="placeholder")]
-        given[type(piece).__name__] = [x for name, x in zip(names, inputs, strict=True) if name.startswith("size_")]
+        taken[type(piece).__name__] = [x for name, x in zip(names, inputs, strict=True) if name.startswith("size_")]
         first = next((i for i, name in enumerate(names) if name.startswith("size_")), len(names))
         assert all(name.startswith("size_") for name in names[first:])
         return piece
 
     toy = Toy(sized)
     outlined(toy, 3, of_sizes(toy, 2, rows=5, length=7), compile_piece)
-    assert given["Body"] and all(isinstance(x, torch.SymInt) for x in given["Body"])
+    assert taken["Body"] and all(isinstance(x, torch.SymInt) for x in taken["Body"])
     outlined(toy, 3, compile_piece=compile_piece)
-    assert given["Body"] == []
+    assert taken["Body"] == []
