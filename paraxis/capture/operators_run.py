@@ -198,9 +198,9 @@ class _Constants(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in self.made_by and result.is_meta:
-            given = pytree.tree_leaves((args[1:] if func is torch.Tensor.new_tensor else args, kwargs))
-            if all(_plain(x) is x for x in given):
-                self.recorder.know(result, ("constant", tuple(result.shape), result.dtype, repr(given)))
+            numbers = pytree.tree_leaves((args[1:] if func is torch.Tensor.new_tensor else args, kwargs))
+            if all(_plain(x) is x for x in numbers):
+                self.recorder.know(result, ("constant", tuple(result.shape), result.dtype, repr(numbers)))
         return result
 
 

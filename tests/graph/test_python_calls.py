@@ -99,7 +99,7 @@ def test_what_stays_as_it_is() -> None:
     assert torch.equal(changed(X, Y)[0], X + 2 * Y)
 
 
-def test_conversions() -> None:
+def test_conversions_are_methods_and_still_copy() -> None:
     """A conversion is a method; to the same dtype it must still copy."""
     module, _ = program_of(aten._to_copy.default, (X,), {"dtype": torch.float64})
     changed = with_python_calls(module)

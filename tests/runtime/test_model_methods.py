@@ -51,13 +51,13 @@ def resize(folder: str, compile: Any) -> dict[str, Any]:
             with pytest.raises(RuntimeError) as caught:
                 one.resize_token_embeddings(**options)
             refused.append(str(caught.value))
-    kept = model.resize_token_embeddings(256) is model.resize_token_embeddings() is model.get_input_embeddings()
+    same = model.resize_token_embeddings(256) is model.resize_token_embeddings() is model.get_input_embeddings()
     with torch.no_grad():
         errors = [max_difference(model(input_ids=ids).logits, unsharded(input_ids=ids).logits)]
         unsharded.resize_token_embeddings(259)
         resized = parallelize_model(copy.deepcopy(unsharded), context(), compile=compile, show_progress=False)
         errors.append(max_difference(resized(input_ids=ids + 3).logits, unsharded(input_ids=ids + 3).logits))
-    return {"refused": refused, "kept": kept, "errors": errors, "size": resized.lm_head.weight.shape[0]}
+    return {"refused": refused, "same": same, "errors": errors, "size": resized.lm_head.weight.shape[0]}
 
 
 @pytest.mark.parametrize("compile", [None, "inductor"])
@@ -66,7 +66,7 @@ def test_token_embeddings_are_resized_before_parallelizing(ranks: Any, checkpoin
         for message, size in zip(found["refused"], [259, 300, 259, 300], strict=True):
             assert f"256 token embeddings are sharded by a plan: they cannot become {size}" in message
             assert f"resize_token_embeddings({size}); then parallelize_model" in message
-        assert found["kept"] and max(found["errors"]) < 1e-4 and found["size"] == 259
+        assert found["same"] and max(found["errors"]) < 1e-4 and found["size"] == 259
 
 
 def pickles(folder: str) -> dict[str, str]:
