@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from ..config import Config
 from ..context import ParallelExecutionCtx
+from ..data_parallel.shard import shards_parameters
 from ..distributed.activity import activity
 from ..distributed.input_check import compare_arguments
 from ..tensor.sharded_tensor import ShardedTensor
@@ -35,6 +37,7 @@ def agreed_generate(
     Data-parallel ranks may generate other texts, of other lengths, so that what they shard is unsharded once, before.
     """
     names = tuple(inspect.signature(generate).parameters)
+    sharded = shards_parameters(ctx, config)
 
     def same_draws(*args: Any, **kwargs: Any) -> Any:
         check = ctx.state.input_check
@@ -44,7 +47,7 @@ def agreed_generate(
             if check is not None and not nested:
                 check.steps = 1
             try:
-                with unsharded_for_inference(p for p in model.parameters() if isinstance(p, ShardedTensor)):
+                with _unsharded(model) if sharded else nullcontext():
                     result = generate(*args, **kwargs)
                 if check is not None and not nested:
                     check.note("the end of generate", ("output",), (_compared(result),), {})
@@ -55,6 +58,10 @@ def agreed_generate(
                     check.steps = 0
 
     return same_draws
+
+
+def _unsharded(model: nn.Module) -> AbstractContextManager[None]:
+    return unsharded_for_inference(p for p in model.parameters() if isinstance(p, ShardedTensor))
 
 
 def _arguments(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any], model: Any) -> dict[str, Any]:

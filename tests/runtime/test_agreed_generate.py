@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from models.compare import parallel
 from transformers import LogitsProcessor
 
 from paraxis import CollectiveError, RankMismatchError
+from paraxis.runtime import agreed_generate
 from ranks import spawn_ranks
 
 IDS = torch.arange(3, 13)[None]
@@ -114,3 +116,14 @@ def test_a_rank_that_does_not_call_generate_is_waited_for_as_long_as_sync_timeou
     assert "generate: rank 1 did not answer within 3 s" in text and 3 <= seconds < 7
     assert "rank 0: generate at test_agreed_generate.py:" in text and "rank 1: a forward, or code of its own" in text
     assert "sync_timeout" in text
+
+
+def generates_without_unsharding(folder: str) -> bool:
+    """Whether a call looks at no parameter where data-parallel ranks shard none: there may be thousands."""
+    model, _ = parallel(folder)
+    with patch.object(agreed_generate, "unsharded_for_inference", side_effect=AssertionError):
+        return bool(model.generate(IDS, max_new_tokens=1, do_sample=False).shape[1] == IDS.shape[1] + 1)
+
+
+def test_parameters_are_looked_at_only_if_data_parallel_ranks_shard_them(ranks: Any, checkpoints: Any) -> None:
+    assert ranks(2).run(generates_without_unsharding, checkpoints("llama", num_hidden_layers=1)) == [True, True]

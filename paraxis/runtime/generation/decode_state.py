@@ -45,6 +45,7 @@ class DecodeState:
         invalid: Whether probabilities were not finite in some step.
         signals: What the host looks at: the tokens of a step, whether a sequence has not ended, and ``invalid``.
         captured: CUDA graphs of steps on these tensors.
+        cache_bytes: The memory of the KV cache on this rank.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class DecodeState:
         self.has_run = False
         """Whether a step has run on these tensors."""
         self.captured = CapturedSteps()
+        self.cache_bytes = 0
         self._storages: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._form: Any = None
         with torch.inference_mode(False), torch.no_grad():  # tensors that can be written to in any mode
@@ -126,11 +128,7 @@ class DecodeState:
             specialize(keys)
             specialize(values)
         self.cache, self._form = preallocated_cache(layers, self.length), form
-
-    @property
-    def cache_bytes(self) -> int:
-        """The memory of the KV cache on this rank."""
-        return sum(x.untyped_storage().nbytes() for pair in self._storages for x in pair)
+        self.cache_bytes = _bytes(self._storages)
 
     # -- a step ------------------------------------------------------------------------------------------------
 
@@ -196,7 +194,8 @@ class DecodeState:
             layers.append((pair[0], pair[1], layer.is_sliding))
             layer.keys = layer.values = None
         other.cache, other._form, other.has_run = preallocated_cache(layers, other.length), self._form, True
-        self.cache, self._storages = None, []
+        other.cache_bytes = _bytes(other._storages)
+        self.cache, self._storages, self.cache_bytes = None, [], 0
         self.captured = CapturedSteps()
         return other
 
@@ -256,6 +255,10 @@ class StatePool:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local if isinstance(tensor, ShardedTensor) else tensor
+
+
+def _bytes(storages: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+    return sum(x.nbytes for pair in storages for x in pair)
 
 
 def _form(state: torch.Tensor) -> Any:

@@ -28,7 +28,13 @@ class LateLook:
     def __init__(self, batch: int, device: torch.device) -> None:
         self.batch = batch
         self._pinned = device.type == "cuda"
-        self._free = [torch.zeros(batch + 2, dtype=torch.int64, pin_memory=self._pinned) for _ in range(2)]
+        self._free = [
+            (
+                torch.zeros(batch + 2, dtype=torch.int64, pin_memory=self._pinned),
+                torch.cuda.Event() if self._pinned else None,
+            )
+            for _ in range(2)
+        ]
         self._sent: deque[tuple[torch.Tensor, Any]] = deque()
 
     @property
@@ -38,11 +44,9 @@ class LateLook:
 
     def send(self, signals: torch.Tensor) -> None:
         """Start copying the signals of a step."""
-        slot = self._free.pop()
+        slot, event = self._free.pop()
         slot.copy_(signals, non_blocking=True)
-        event = None
-        if self._pinned:
-            event = torch.cuda.Event()
+        if event is not None:
             event.record()
         self._sent.append((slot, event))
 
@@ -53,10 +57,10 @@ class LateLook:
             event.synchronize()
         tokens = slot[: self.batch].clone()
         unfinished, invalid = slot[self.batch :].tolist()
-        self._free.append(slot)
+        self._free.append((slot, event))
         return Seen(tokens, not unfinished, bool(invalid))
 
     def forget(self) -> None:
         """Leave out the steps that were not looked at."""
-        self._free += [slot for slot, _ in self._sent]
+        self._free += self._sent
         self._sent.clear()
