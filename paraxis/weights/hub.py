@@ -17,7 +17,7 @@ from ..distributed.consensus import all_gather_object, on_all_ranks
 from ..errors import CheckpointError
 from .file_names import read_index, weight_names
 from .pretrained_options import PretrainedOptions
-from .weight_map import no_safetensors, other_formats
+from .weight_map import no_safetensors, no_such_weights, other_formats
 
 MIN_TRANSFORMERS = "5.17.0"
 
@@ -126,6 +126,7 @@ def _snapshot(name: str, weights: bool, options: PretrainedOptions) -> Path:
 
     index_name, single_name = weight_names(options.variant)
     code = ["*.py"] if options.trust_remote_code else []
+    where = str(Path(prefix))
     folder = fetch([*_CONFIG_FILES, *code, *([index_name] if weights else [])])
     _check_folder(folder)
     if weights:
@@ -134,8 +135,11 @@ def _snapshot(name: str, weights: bool, options: PretrainedOptions) -> Path:
             fetch(sorted(set(read_index(index).values())))
         else:
             fetch(["*.safetensors" if options.variant is None else single_name])
+            if options.variant is not None and not (folder / single_name).is_file():
+                there = [Path(file).name for file in _files_on_hub(name, options) if str(Path(file).parent) == where]
+                raise no_such_weights(name, there, options.variant)
             if not any(folder.glob("*.safetensors")):
-                raise no_safetensors(name, _formats_on_hub(name, options))
+                raise no_safetensors(name, other_formats(_files_on_hub(name, options)))
     return folder
 
 
@@ -162,13 +166,13 @@ def _not_found(name: str, revision: str | None, local_files_only: bool, error: E
     return f"cannot find {name!r}{which} {where}, and it is not a directory either: {error}"
 
 
-def _formats_on_hub(name: str, options: PretrainedOptions) -> list[str]:
+def _files_on_hub(name: str, options: PretrainedOptions) -> list[str]:
     from huggingface_hub import HfApi
 
     if options.local_files_only:
         return []
     try:
-        return other_formats(HfApi(token=options.token).list_repo_files(name, revision=options.revision))
+        return list(HfApi(token=options.token).list_repo_files(name, revision=options.revision))
     except Exception:  # only used to improve an error message
         return []
 

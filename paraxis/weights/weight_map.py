@@ -59,6 +59,16 @@ def no_safetensors(where: str, found: Sequence[str]) -> CheckpointError:
     )
 
 
+def no_such_weights(where: str, files: Iterable[str], variant: str | None, explicit: Any = None) -> CheckpointError:
+    """The error for a checkpoint without the weights that were asked for; ``files`` are the names of those it has."""
+    there = sorted(name for name in files if ".safetensors" in name)
+    why = f"variant={variant!r}" if explicit is None else "transformers_weights in its config.json"
+    return CheckpointError(
+        f"{where!r} has no {explicit or ' or '.join(reversed(weight_names(variant)))}, the weights of {why}; it has "
+        f"{', '.join(there[:6]) or 'no safetensors'}: choose one of these"
+    )
+
+
 @contextmanager
 def open_file(path: str) -> Iterator[Any]:
     """An open safetensors file."""
@@ -107,12 +117,7 @@ def collect_weight_map(folder: str | Path, variant: str | None = None, explicit:
     chosen = variant is not None or explicit is not None
     files = [single] if single.is_file() or chosen else sorted(folder.glob("*.safetensors"))
     if chosen and not single.is_file():
-        there = sorted(path.name for path in folder.glob("*.safetensors*"))
-        why = f"variant={variant!r}" if explicit is None else "transformers_weights in its config.json"
-        raise CheckpointError(
-            f"{str(folder)!r} has no {explicit or f'{single_name} or {index_name}'}, the weights of {why}; it has "
-            f"{', '.join(there[:6]) or 'no safetensors'}: choose one of these"
-        )
+        raise no_such_weights(str(folder), (path.name for path in folder.iterdir()), variant, explicit)
     if not files:
         raise no_safetensors(str(folder), other_formats(p.name for p in folder.iterdir()))
     weight_map: dict[str, str] = {}

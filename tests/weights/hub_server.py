@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_file(folder / parts["file"], name, body)
 
     def _list(self, repo: str, commit: str, folder: Path, tree: bool) -> None:
-        files = sorted(path.name for path in folder.iterdir())
+        files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
         if tree:
             entries = [
                 {"type": "file", "path": n, "size": (folder / n).stat().st_size, "oid": _etag(folder / n)}

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from weights.hub_server import TOKEN, Hub, commit_of
 from weights.tiny_models import save, tiny_model
 
@@ -117,3 +119,65 @@ def test_an_interrupted_download_is_resumed(hub: Hub) -> None:
     hub.log.clear()
     assert on_ranks(1, ("someone/tiny", {}))[0][1] == FILES
     assert WEIGHTS[2] in hub.downloads() and not {WEIGHTS[0], WEIGHTS[1]} & set(hub.downloads())
+
+
+def add_variants(folder: Path) -> None:
+    """A model in a subfolder, with other weights as a variant."""
+    inner = save(tiny_model("GPT2LMHeadModel", num_hidden_layers=1), folder / "inner" / "model")
+    tensors = {name: tensor * 1.5 for name, tensor in load_file(inner / "model.safetensors").items()}
+    save_file(tensors, inner / "model.big.safetensors", metadata={"format": "pt"})
+
+
+def loaded(name: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Logits by the name of the case, or the error; on one rank those of transformers, too."""
+    import torch.distributed as dist
+    from models.compare import context
+    from transformers import AutoModelForCausalLM
+
+    from paraxis import parallelize_model
+    from paraxis.errors import CheckpointError
+
+    ids, found = torch.arange(3, 11)[None], {}
+    for case, options in cases.items():
+        try:
+            model = parallelize_model(name, context(), show_progress=False, **options)
+        except CheckpointError as error:
+            found[case] = str(error)
+            continue
+        with torch.no_grad():
+            found[case] = model(input_ids=ids).logits
+            if dist.get_rank() == 0:
+                right = AutoModelForCausalLM.from_pretrained(name, **options).eval()
+                found[f"{case} of transformers"] = right(input_ids=ids).logits
+    return found
+
+
+def test_arguments_choose_what_is_loaded_from_the_hub(hub: Hub, tmp_path: Path) -> None:
+    """``revision``, ``token``, ``subfolder`` and ``variant``, as in ``from_pretrained`` and all together."""
+    for folder in hub.repos["someone/gated"].values():
+        add_variants(folder)
+    hub.repos["someone/gated"]["v1"] = save(tiny_model("GPT2LMHeadModel", num_hidden_layers=1), tmp_path / "v1")
+    inner = {"token": TOKEN, "subfolder": "inner/model"}
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {"token": TOKEN},
+        "revision": {"token": TOKEN, "revision": "v1"},
+        "subfolder": inner,
+        "variant": {**inner, "variant": "big"},
+    }
+    refused = {
+        "no token": {"subfolder": "inner/model"},
+        "no variant": {**inner, "variant": "small"},
+        "no subfolder": {"token": TOKEN, "subfolder": "absent"},
+    }
+    outcomes = spawn_ranks(2, loaded, "someone/gated", {**refused, **cases}, timeout=600)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    first, second = (outcome.value for outcome in outcomes)
+    for case in cases:
+        right = first[f"{case} of transformers"]
+        assert torch.equal(first[case], second[case]) and (first[case] - right).abs().max() < 1e-4, case
+    assert (first["variant"] - first["subfolder"]).abs().max() > 1e-2, "other weights"
+    assert (first["revision"] - first["plain"]).abs().max() > 1e-2
+    for case in refused:
+        assert isinstance(first[case], str) and first[case] == second[case], case
+    assert "gated" in first["no token"] and "absent" in first["no subfolder"], first
+    assert "model.small.safetensors" in first["no variant"] and "model.big.safetensors" in first["no variant"]
