@@ -8,7 +8,7 @@ the model is captured with all its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -50,8 +50,10 @@ class BlockPrograms:
         self.small = FirstBlocks(model, periods, lambda forward: hasattr(forward, "leads_in"))
         self._container = model.get_submodule(periods.path)
         self.blocks: list[nn.Module] = list(self._container.children())
-        others = [module for block in self.blocks[periods.captured :] for module in block.modules()]
+        others = list(_parts_of(model, periods))
+        self._modules, self._types = others, list(map(type, others))
         self._attributes = [module.__dict__ for module in others]
+        self._contents = list(_containers(self._attributes))
         self._parts: list[dict[str, Any]] = [held for m in others for held in (m._parameters, m._buffers, m._modules)]  # type: ignore[misc]
         self._seen, self._known = self._attributes_now(), self._parts_now()
         self._checked: Any = None
@@ -105,20 +107,26 @@ class BlockPrograms:
         parts = self._parts_now()
         if len(parts) != len(self._known) or not all(map(is_, parts, self._known)):
             return True
-        seen, now = self._seen, self._attributes_now()
-        try:
-            if now == seen:
-                return False
-        except (RuntimeError, ValueError):  # a tensor was replaced, and tensors cannot be compared
-            pass
-        self._seen = now
-        pairs = [pair for pair in zip(seen, now) if pair[0] is not pair[1]]
-        if len(seen) != len(now) or not all(isinstance(x, NUMBERS) for pair in pairs for x in pair):
+        if not all(map(is_, map(type, self._modules), self._types)):
             return True
+        seen, now = self._seen, self._attributes_now()
+        if len(seen) != len(now):
+            return True
+        if all(map(is_, now, seen)):
+            return False
+        pairs = [pair for pair in zip(seen, now, strict=True) if pair[0] is not pair[1]]
+        if not all(isinstance(x, NUMBERS) for pair in pairs for x in pair):
+            return True
+        self._seen = now
+        if all(type(x) is type(y) and x == y for x, y in pairs):
+            return False
         return find_periods(self.model) != self.periods
 
     def _attributes_now(self) -> list[Any]:
-        return list(chain.from_iterable(map(dict.values, self._attributes)))
+        """What the modules that are not captured have, and what is in their dictionaries and lists: adapters keep their
+        scales in these."""
+        inside = ([*x, *x.values()] if isinstance(x, dict) else x for x in self._contents)
+        return list(chain(chain.from_iterable(map(dict.values, self._attributes)), chain.from_iterable(inside)))
 
     def _parts_now(self) -> list[Any]:
         """The blocks, and the parameters, buffers and modules in those that are not captured."""
@@ -307,9 +315,34 @@ class OutlineOfCall:
 
 
 def find_block_programs(model: nn.Module) -> BlockPrograms | None:
-    """The programs of a model's first blocks, if its blocks repeat."""
+    """The programs of a model's first blocks, if its blocks repeat, and nobody has patched one of them: what a function
+    captures may change, and differ between functions of the same code."""
     periods = find_periods(model)
-    return BlockPrograms(model, periods) if periods is not None else None
+    if periods is None or any("forward" in vars(module) for module in _parts_of(model, periods)):
+        return None
+    return BlockPrograms(model, periods)
+
+
+def _parts_of(model: nn.Module, periods: Periods) -> Iterator[nn.Module]:
+    """All modules of the blocks that are not captured."""
+    blocks: list[nn.Module] = list(model.get_submodule(periods.path).children())
+    return (module for block in blocks[periods.captured :] for module in block.modules())
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that hold parameters, modules and hooks, at which somebody else looks."""
+
+
+def _containers(attributes: Iterable[dict[str, Any]]) -> Iterator[Any]:
+    """The dictionaries, lists and sets in some modules' attributes, and those inside of them."""
+    found = [x for own in attributes for name, x in own.items() if name not in _OF_EVERY_MODULE]
+    seen: set[int] = set()
+    while found:
+        value = found.pop()
+        if isinstance(value, (dict, list, set)) and id(value) not in seen:
+            seen.add(id(value))
+            yield value
+            found += value.values() if isinstance(value, dict) else value
 
 
 def _sizes_of(tensor: Any) -> tuple[Any, ...]:

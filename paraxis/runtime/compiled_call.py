@@ -159,6 +159,7 @@ class CompiledCall:
             watch = ModelWatch(self.module, torch_modules=self.config.compile is not None)
         if stale:
             self._programs.clear()
+            self._blocks_of = None  # another list of blocks, maybe
         self._watch = None  # look again in the next call, if what was found is refused
         hooks = watch.python_hooks
         if hooks and not self.hooked:

@@ -6,7 +6,7 @@ modules (:mod:`.guards`). What they would notice is noticed here instead, withou
 - torch counts the hooks that are registered in the process, and calls us for each module and parameter that is
   registered. Only after one of these counts has changed are the modules of the model looked at.
 - A hook that is removed leaves fewer hooks; an attribute that is set on one of torch's modules, more attributes. Their
-  numbers are summed up.
+  numbers are summed up. The class of one of torch's modules is compared: assigning ``__class__`` is no call.
 - Classes are few: the methods and constants of those that define a forward are compared one by one.
 """
 
@@ -83,6 +83,7 @@ class ModelWatch:
             and self._hook_count == self._count_hooks()
             and all(map(is_, map(getattr, self._owners, self._members), self._values))
             and self._attribute_count == sum(map(len, self._attributes))
+            and all(map(is_, map(type, self._torch_parts), self._types))
             and all(list(map(get, attributes)) == known for get, attributes, known in self._constants)
         )
 
@@ -121,6 +122,7 @@ class ModelWatch:
         )
         self._owners, self._members, self._values = class_members(dict.fromkeys(map(type, (self.module, *modules))))
         torchs = [m for m in modules if is_torch_class(type(m))] if self._torch_modules else []
+        self._torch_parts, self._types = torchs, [type(module) for module in torchs]
         self._attributes = [module.__dict__ for module in torchs]
         self._attribute_count = sum(map(len, self._attributes))
         self._constants = [
@@ -131,6 +133,7 @@ class ModelWatch:
         # References, not ids: those of objects that are gone may be used again.
         self._parts: tuple[Sequence[Any], ...] = (
             modules,
+            [type(module) for module in modules],
             [p for module in (self.module, *modules) for p in module._parameters.values()],
             [x for d in self._attributes for name, x in d.items() if callable(x) and name != COMPILED_CALL],
             self._values,
