@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from paraxis.plan.work import sharded_fraction
 from ranks import RankPool
 from zoo.check import can_generate, differences, gradients, run
 from zoo.jobs import Record, be_quiet, building, first_line, made_with, results_in, run_jobs
-from zoo.multimodal_cases import AT_FOUR, MODAL, TASKS, all_names, build, task_of
+from zoo.multimodal_cases import AT_FOUR, KNOWN, MODAL, TASKS, all_names, build, task_of
 from zoo.multimodal_inputs import inputs_of
 
 OUTPUTS, GRADIENTS = 1e-4, 1e-3
@@ -282,9 +283,18 @@ def answer(record: Record) -> str:
     if record["status"] == "ok":
         return "yes"
     if "outputs" not in record:
-        return f"NO: {cell(record['error'].splitlines()[-1])}"
+        return f"NO: {cell(reason(record['error']))}"
     wrong = f"outputs {record['outputs']:.0e}, gradients {record['gradients']:.0e}"
-    return f"NO: {wrong}{', tokens' if record.get('tokens') is False else ''}"
+    why = f" ({KNOWN[record['name']]})" if record["name"] in KNOWN else ""
+    return f"NO: {wrong}{', tokens' if record.get('tokens') is False else ''}{why}"
+
+
+def reason(error: str) -> str:
+    """The line of an error with traceback that says what it was."""
+    if error.startswith("RankTimeout"):
+        return "no result in time"
+    lines = [line for line in error.splitlines() if re.match(r"[\w.]*(Error|Exception|Break): ", line)]
+    return (lines or error.splitlines())[-1]
 
 
 def title(task: str) -> str:
