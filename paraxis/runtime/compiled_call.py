@@ -52,7 +52,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional arguments, and those by name."""
 
 CallKind = tuple[int, frozenset[str]]
-"""How many positional arguments a call has, and which by name."""
+"""How many real-valued tensors a call has by position, and which by name."""
 
 RECOMPILE_LIMIT = 64
 """Prefill, decode, training and their dynamic variants are all compilations of one function."""
@@ -63,7 +63,7 @@ class CompiledCall:
 
     A module whose forward cannot be captured as one graph *falls back*: its own forward runs in Python, on replicated
     tensors, and each of its children is compiled by itself, and falls back in its turn if need be. ``plan.breaks`` says
-    so, with the line that breaks the graph. Only calls with the same arguments do: a prefill with images may break the
+    so, with the line that breaks the graph. Only calls with the same data do: a prefill with images may break the
     graph of a model whose decode steps are one graph. It does the same where submodules have hooks that must run in
     Python (:mod:`.hooks`), for as long as they have.
 
@@ -328,5 +328,13 @@ def _plan_call(call: CompiledCall, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def kind_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallKind:
-    """What calls of one kind have in common: a call with images is of another kind than one without."""
-    return len(args), frozenset(name for name, value in kwargs.items() if value is not None)
+    """What calls of one kind have in common: the real-valued tensors that they bring, such as images and sounds.
+
+    Token ids, masks, caches and options differ between prefill, decode and training steps, of which each would try to
+    be captured again.
+    """
+    return sum(map(_is_data, args)), frozenset(name for name, value in kwargs.items() if _is_data(value))
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
