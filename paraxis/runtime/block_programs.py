@@ -71,7 +71,7 @@ class BlockPrograms:
         for value in (*args, *kwargs.values()):
             if is_cache(value):
                 caches += 1
-                if len(value.layers) != len(self.blocks) or not self._repeat(value.layers):
+                if len(value.layers) != len(self.blocks) or not self._repeat(value.layers) or not _is_flat(value):
                     return False
             elif not _is_plain(value):
                 return False
@@ -158,6 +158,8 @@ class BlockPrograms:
                 result = _replaced(result, c.first, c.cache)
                 self._complete(c.cache, before)
             for cache in [] if cuts else _caches_of(result):
+                if not _is_flat(cache):
+                    raise NotRepeated("the layers of its KV cache have more than tensors and numbers")
                 self._complete(cache, None)
             return result
         finally:
@@ -183,8 +185,15 @@ class BlockPrograms:
                 if position is not None and position in per_period:
                     place_of = own + (number - 2) * len(per_period) + per_period.index(position)
                     setattr(target, name, results[place_of])
-                elif was is not None or (not isinstance(value, torch.Tensor) and _is_plain(value)):
+                elif not isinstance(value, torch.Tensor) or self._is_shared(name, was, target):
                     setattr(target, name, value)
+                else:
+                    raise RuntimeError(f"layer {like} of the KV cache got a tensor {name!r} that no block computes")
+
+    @staticmethod
+    def _is_shared(name: str, was: dict[str, Any] | None, target: Any) -> bool:
+        """Whether layers had the same tensor before."""
+        return was is not None and was.get(name) is not None and vars(target).get(name) is was[name]
 
     # -- making a program ------------------------------------------------------------------------------------------
 
@@ -388,6 +397,15 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return isinstance(value, PLAIN)
+
+
+def _is_flat(cache: Any) -> bool:
+    """Whether the layers of a KV cache have tensors and numbers only, and it has no tensors beside them: what a call
+    changes in containers, or in objects that a layer refers to, is not seen."""
+    beside = [value for name, value in vars(cache).items() if name != "layers"]
+    if not all(isinstance(value, (*NUMBERS, torch.device, type)) for value in beside):
+        return False
+    return all(isinstance(value, PLAIN) for layer in cache.layers for value in vars(layer).values())
 
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -142,8 +142,8 @@ class CompiledCall:
             program = self._programs.get((watch.graph_hooks, blocks)) or self._compile(blocks)
             try:
                 return blocks.run(program, args, kwargs)
-            except CAPTURE_ERRORS as error:
-                problem = translated(error, self.module)
+            except (NotRepeated, *CAPTURE_ERRORS) as error:
+                problem = error if isinstance(error, NotRepeated) else translated(error, self.module)
                 if not isinstance(problem, (NotRepeated, GraphBreak)):
                     raise
                 logging.getLogger("paraxis").info("captured with all blocks: %s", problem)
