@@ -130,6 +130,10 @@ def decoder_output(**fields: Any) -> Any:
     return GenerateDecoderOnlyOutput(**fields)
 
 
+UNUSED_BY_SAMPLING = ("tokenizer", "assistant_tokenizer")
+"""What ``generate`` passes on to any of its loops. The stopping criteria that need a tokenizer have it already."""
+
+
 # -- processors and stopping criteria ------------------------------------------------------------------------------
 
 _PROCESSORS = (

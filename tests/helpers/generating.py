@@ -48,3 +48,14 @@ def seeded(function: Any, seed: int = 3) -> tuple[Any, float]:
     """The result of a function with this seed, and what is drawn after it."""
     torch.manual_seed(seed)
     return function(), float(torch.rand(()))
+
+
+def tokenizer_of_words(size: int) -> Any:
+    """A tokenizer whose tokens are words: ``w0``, ``w1`` and so on."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"abcdef": 0, **{f"w{i}": i for i in range(1, size)}}  # transformers looks for strings behind "abcdef"
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w1")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...compat.generation import (
+    UNUSED_BY_SAMPLING,
     are_pure,
     compiles_fully,
     has_plain_layers,
@@ -86,6 +87,7 @@ def request_of(
     inputs: dict[str, Any],
 ) -> Request | None:
     """What this call asks for; None if the loop does not do that, so that transformers' own loop has to run."""
+    inputs = {name: value for name, value in inputs.items() if name not in UNUSED_BY_SAMPLING}
     kinds = split_criteria(criteria)
     if kinds is None or not are_pure(processors) or synced_gpus or not is_supported(model):
         return None

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from helpers.fake_step_graph import fake_step_graphs
-from helpers.generating import Pushed, generation_loop, seeded
+from helpers.generating import Pushed, generation_loop, seeded, tokenizer_of_words
 from models.compare import parallel, reference
 
 from paraxis.runtime.generation import loop
@@ -79,6 +79,13 @@ def moved(model: Any) -> Any:
     return model.generate(**GREEDY)
 
 
+def stop_string(model: Any) -> Any:
+    """Two calls. A string of two tokens ends the second one after four, of which it hears one step late."""
+    free = model.generate(**GREEDY)[0, IDS.shape[1] :]
+    tokenizer = tokenizer_of_words(model.config.vocab_size)
+    return model.generate(**GREEDY, stop_strings=[f"w{free[2]} w{free[3]}"], tokenizer=tokenizer)
+
+
 class Moves(Pushed):
     """A streamer that moves a weight after some tokens."""
 
@@ -134,6 +141,7 @@ CASES: dict[str, tuple[Callable[[Any], Any], Steps]] = {
     "greedy again": (lambda m: m.generate(**GREEDY), KNOWN),
     "n-grams": (lambda m: m.generate(**GREEDY, no_repeat_ngram_size=2), ANOTHER),
     "other n-grams": (lambda m: m.generate(**GREEDY, no_repeat_ngram_size=1), KNOWN),
+    "stop strings": (stop_string, (0, 12, 4)),
     "streamed": (lambda m: m.generate(**GREEDY, streamer=Pushed()), KNOWN),
     "moved": (moved, CAPTURED),
     "moved meanwhile": (moved_meanwhile, (1, 6, 5)),

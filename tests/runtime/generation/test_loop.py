@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from helpers.generating import Pushed, generation_loop, seeded
+from helpers.generating import Pushed, generation_loop, seeded, tokenizer_of_words
 from models.compare import parallel, reference
 
 from paraxis.runtime.generation import decode_state, loop
@@ -95,6 +95,14 @@ def own_processor(model: Any) -> torch.Tensor:
     return model.generate(IDS, **NEW, logits_processor=[Forbids()])
 
 
+def stop_strings(model: Any, **options: Any) -> torch.Tensor:
+    """Rows that end with one of two strings, each of two tokens."""
+    free = model.generate(**PADDED, **NEW, eos_token_id=None)[:, ROWS.shape[1] :]
+    strings = [f"w{free[0, 2]} w{free[0, 3]}", f"w{free[1, 4]} w{free[1, 5]}"]
+    options |= {"stop_strings": strings, "tokenizer": tokenizer_of_words(model.config.vocab_size)}
+    return model.generate(**PADDED, **NEW, eos_token_id=None, **options)
+
+
 WAYS = {"temperature": 1.4, "top_k": 30, "top_p": 0.9, "min_p": 0.01, "typical_p": 0.95, "repetition_penalty": 1.2}
 CASES: dict[str, Callable[[Any], Any]] = {
     "greedy": lambda m: m.generate(IDS, **NEW),
@@ -108,6 +116,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
         IDS, **NEW, no_repeat_ngram_size=2, min_new_tokens=4, suppress_tokens=[7], forced_eos_token_id=9
     ),
     "stop tokens": stop_tokens,
+    "stop strings": stop_strings,
     "scores": lambda m: fields(
         m.generate(
             IDS,
@@ -157,7 +166,7 @@ def differing(folder: str, names: list[str]) -> dict[str, Any]:
 
 
 SHORT = ["greedy", "padded", "one token", "sampled", "sampled with stops", "other processors", "stop tokens", "scores"]
-SHORT += ["stopped scores", "streamed", "no time"]
+SHORT += ["stopped scores", "streamed", "no time", "stop strings"]
 """Those that need no program of their own: every other case is long."""
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.generating import tokenizer_of_words
 from models.tiny import build
 
 from paraxis.compat.generation import install_sampling_loop
@@ -42,6 +43,12 @@ def requested(model: Any, inputs: Any = IDS, **options: Any) -> Request | None:
     install_sampling_loop(model, loop)
     model.generate(inputs, max_new_tokens=4, **options)
     return found[0] if found else None
+
+
+def test_a_tokenizer_serves_the_stop_strings_alone(model: Any) -> None:
+    request = requested(model, stop_strings=["w5 w6"], tokenizer=tokenizer_of_words(model.config.vocab_size))
+    assert request is not None and len(request.stop_strings) == 1
+    assert "tokenizer" not in request.inputs
 
 
 def test_what_a_request_takes_from_the_arguments(model: Any) -> None:
