@@ -161,7 +161,7 @@ class DecodeSteps:
 
             def step() -> Any:
                 logits = self._forward()
-                return logits if choice is None else choice(logits)
+                return logits if choice is None else choice(self.state, logits)
 
             with observing(observer):
                 found = step_graph.CapturedStep(step, pool)

@@ -81,7 +81,7 @@ class FixedChoice:
 
     def __init__(self, request: Request, state: DecodeState) -> None:
         self.form = form_of(request)
-        self._state = state
+        self._column = state.column  # not the state: it has the graphs, which have this, and is large
         with torch.inference_mode(False):
             self._request = replace(
                 request,
@@ -101,7 +101,7 @@ class FixedChoice:
             if isinstance(value, torch.Tensor):
                 setattr(own, name, value.clone())
         minimum = minimum_length_of(processor)
-        return own if minimum is None else BelowLength(own, self._state.column, minimum)
+        return own if minimum is None else BelowLength(own, self._column, minimum)
 
     def update(self, request: Request) -> None:
         """Take over the tensors of another request of this form."""
@@ -119,9 +119,9 @@ class FixedChoice:
                 if isinstance(value, torch.Tensor):
                     getattr(own, name).copy_(value)
 
-    def __call__(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append the next tokens: the logits and the scores that they were chosen by."""
-        return choose_tokens(self._request, self._state, logits, self._state.sequences)
+    def __call__(self, state: DecodeState, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the next tokens to that state: the logits and the scores that they were chosen by."""
+        return choose_tokens(self._request, state, logits, state.sequences)
 
 
 def _clone(tensor: torch.Tensor | None) -> torch.Tensor | None:

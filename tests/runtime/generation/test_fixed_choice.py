@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -42,7 +44,7 @@ def chosen(request: Request, fixed: FixedChoice | None, state: DecodeState, step
         if fixed is None:
             scores.append(choose_tokens(request, state, logits, state.sequences[:, :length], length + 1)[1])
         else:
-            scores.append(fixed(logits)[1])
+            scores.append(fixed(state, logits)[1])
     return [state.sequences[:, : 3 + steps].tolist(), state.unfinished.tolist(), torch.stack(scores)]
 
 
@@ -95,6 +97,20 @@ def test_updates_leave_the_tensors_of_requests_alone() -> None:
     fixed.update(second)
     assert first.stop_tokens is not None and first.stop_tokens.tolist() == [2, 5]
     assert first.processors[0].eos_token_id.tolist() == [2, 5]
+
+
+def test_a_state_ends_with_its_last_reference() -> None:
+    """Its KV cache is large: it must not wait for the garbage collector."""
+    on = state()
+    request, _ = PAIRS["minimum length"]
+    on.captured.graphs.append(FixedChoice(request, on))
+    alive = weakref.ref(on)
+    gc.disable()
+    try:
+        del on
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 OTHERS = [
