@@ -14,8 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.graph import CodeGen
 
 aten = torch.ops.aten
+
+LIST = "arguments_list"
+"""The argument of a forward that takes a list."""
 
 OF_TWO: Mapping[Any, Callable[..., Any]] = {
     aten.add.Tensor: operator.add,
@@ -80,6 +84,28 @@ def with_python_calls(module: GraphModule) -> GraphModule:
             _call_from_python(node)
     result.recompile()
     return result
+
+
+class _TakesList(CodeGen):
+    """Generates a forward that takes a list of its arguments and empties it.
+
+    A caller that passes arguments holds them until the call returns, and a piece of a program could not free its inputs
+    when it has read them last.
+    """
+
+    def gen_fn_def(self, free_vars: list[str], *args: Any, **kwargs: Any) -> str:
+        names = [name.split(":")[0].strip() for name in free_vars if name != "self"]
+        head = super().gen_fn_def(["self", LIST] if "self" in free_vars else [LIST], *args, **kwargs)
+        unpacked = f"\n    {', '.join(names)}, = {LIST}" if names else ""
+        return f"{head}{unpacked}\n    {LIST}.clear()"
+
+
+def taking_list(module: GraphModule) -> Callable[[list[Any]], Any]:
+    """The forward of :func:`with_python_calls`, which takes a list of the arguments and empties it."""
+    result = with_python_calls(module)
+    result.graph.set_codegen(_TakesList())
+    result.recompile()
+    return result.forward
 
 
 def _call_from_python(node: Node) -> None:

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ..compat.torch import FakeTensor, enable_python_dispatcher, plain_size
 from ..graph.outline import Outline, Piece, Role
-from ..graph.python_calls import with_python_calls
+from ..graph.python_calls import taking_list
 from .guards import picker
 
 CompilePiece = Callable[[GraphModule, list[Any]], Callable[..., Any]]
@@ -91,6 +91,12 @@ class OutlinedProgram:
         first = total + len(self._sizes)
         from_head = {node: first + i for i, node in enumerate(outline.head.outputs)}
         from_body = {node: first + len(from_head) + i for i, node in enumerate(outline.body.outputs)}
+        shared = {
+            *outline.tail.inputs,
+            *outline.passed.values(),
+            *(n for n in outline.body.inputs if n not in outline.carried),
+        }
+        self._once = [slot for node, slot in from_head.items() if node not in shared]
         self._space = [None] * (len(from_head) + len(from_body))
         self._at_head, self._at_body = first, first + len(from_head)
 
@@ -112,10 +118,10 @@ class OutlinedProgram:
         pieces: list[Callable[..., Any]] = []
         for piece, names in zip(parts, needed, strict=True):
             if compile_piece is None:
-                pieces.append(with_python_calls(piece.module).forward)
+                pieces.append(taking_list(piece.module))
                 continue
             inputs = [*(values[node] for node in piece.inputs), *map(symbols.value, names)]
-            pieces.append(compile_piece(_with_sizes(piece.module, names), inputs))
+            pieces.append(_from_list(compile_piece(_with_sizes(piece.module, names), inputs)))
         self._head, self._body, self._tail = pieces
         self._head_takes = picker([*map(before, outline.head.inputs), *map(size_of, needed[0])])
         self._takes = [
@@ -135,14 +141,18 @@ class OutlinedProgram:
         values = [*arguments, *(arguments[i] if dim is None else arguments[i].shape[dim] for i, dim in self._sizes)]
         values += self._space
         head, body = self._at_head, self._at_body
-        values[head:body] = self._head(*self._head_takes(values))
+        values[head:body] = self._head(list(self._head_takes(values)))
         returned: list[list[Any]] = []
-        run = self._body
+        run, nothing = self._body, [None] * (len(values) - body)
         for takes in self._takes:
-            values[body:] = run(*takes(values))
+            passed = list(takes(values))
+            values[body:] = nothing  # what was returned before is freed when it was read
+            for slot in self._once:
+                values[slot] = None
+            values[body:] = run(passed)
             if self._returned:
                 returned.append([values[slot] for _, _, slot in self._returned])
-        results = list(self._tail(*self._tail_takes(values)))
+        results = list(self._tail(list(self._tail_takes(values))))
         for i, slot in self._passed:
             results[i] = values[slot]
         for k, (first, second, _) in enumerate(self._returned):
@@ -165,6 +175,10 @@ def _values(program: GraphModule, examples: Sequence[Any], fake_mode: Any) -> di
 
 def _like(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _from_list(run: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    return lambda passed: run(*passed)
 
 
 class _Symbols:

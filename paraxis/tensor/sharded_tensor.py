@@ -174,8 +174,9 @@ class ShardedTensor(torch.Tensor):
     def __copy__(self) -> ShardedTensor:
         """The same shard as a new tensor; of a parameter, a new parameter."""
         copied: Any = ShardedTensor(self._local, self._spec, self.shape, self.requires_grad)
-        if isinstance(self._spec, ParameterMeta):
+        if isinstance(self, torch.nn.Parameter):
             mark_as_parameter(copied)
+        if isinstance(self._spec, ParameterMeta):
             copied.meta_info = self._spec
         return copied  # type: ignore[no-any-return]
 

@@ -105,7 +105,9 @@ def deep_copies() -> None:
     assert_same("gradient", copied.grad, torch.full(SHAPE, 2.0), parameter.placement)
     assert copied.local.data_ptr() != parameter.local.data_ptr()
     shallow = copy.copy(parameter)
-    assert isinstance(shallow, nn.Parameter) and shallow.spec is parameter.spec and shallow.local is parameter.local
+    assert isinstance(shallow, nn.Parameter) == isinstance(parameter, nn.Parameter)
+    assert shallow.spec is parameter.spec and shallow.requires_grad == parameter.requires_grad
+    assert shallow.local.data_ptr() == parameter.local.data_ptr()
 
 
 def overrides() -> None:
