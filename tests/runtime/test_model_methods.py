@@ -81,7 +81,7 @@ def pickles(folder: str) -> dict[str, str]:
     found = {}
     for name, value in {
         "model": model,
-        "layer": model.model.layers[0],
+        "layer": model.lm_head,
         "parameter": model.lm_head.weight,
         "optimizer": optimizer.state_dict(),
         "cache": cache,
