@@ -81,7 +81,7 @@ def pickles(folder: str) -> dict[str, str]:
     found = {}
     for name, value in {
         "model": model,
-        "layer": model.lm_head,
+        "layer": model.model.layers[0].mlp.up_proj,
         "parameter": model.lm_head.weight,
         "optimizer": optimizer.state_dict(),
         "cache": cache,
