@@ -42,6 +42,9 @@ MOE: dict[str, tuple[str, dict[str, Any]]] = {
         {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": False},
     ),
 }
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("mamba", {**COMMON, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8}),
+}
 PARALLEL_BLOCKS = {"gpt_neox", "gptj", "falcon"}
 """Attention and MLP in parallel: one all-reduce per layer covers both."""
 
@@ -50,7 +53,7 @@ def config(name: str, **overrides: Any) -> Any:
     """The configuration of a tiny model."""
     from transformers import AutoConfig
 
-    model_type, fields = {**CONFIGS, **MOE}[name]
+    model_type, fields = {**CONFIGS, **MOE, **RECURRENT}[name]
     fields = {key: value for key, value in {**fields, **overrides}.items() if value is not None}
     tiny = AutoConfig.for_model(model_type, **fields)
     if hasattr(tiny, "initializer_range"):

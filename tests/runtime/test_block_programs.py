@@ -128,6 +128,25 @@ def test_caches_of_other_capacities_give_the_same_results(ranks: Any, checkpoint
     assert max(errors) < 1e-4
 
 
+def generate_with_recurrent_states(folder: str) -> tuple[bool, list[float]]:
+    """Whether tokens are the unsharded model's, and the errors of logits: the cache's layers hold dictionaries."""
+    model, _ = parallel(folder)
+    unsharded, errors = reference(folder), []
+    with torch.no_grad():
+        first, expected = model(IDS), unsharded(IDS)
+        errors.append(max_difference(first.logits, expected.logits))
+        options = [{"cache_params": first.cache_params}, {"cache_params": expected.cache_params}]
+        steps = [m(IDS[:, :1], **own) for m, own in zip((model, unsharded), options, strict=True)]
+        errors.append(max_difference(steps[0].logits, steps[1].logits))
+    return same_tokens(model, unsharded, IDS, 6), errors
+
+
+def test_caches_with_more_than_tensors_run_the_full_program(ranks: Any, checkpoints: Any) -> None:
+    """What a call changes in a dictionary of a layer is not seen: the layers of later blocks would miss it."""
+    ((same, errors),) = ranks(1).run(generate_with_recurrent_states, checkpoints("mamba", num_hidden_layers=6))
+    assert same and max(errors) < 1e-4
+
+
 def return_hidden_states(folder: str) -> tuple[list[float], int]:
     with outlined_calls(), torch.no_grad():
         model, _ = parallel(folder, compile="inductor")
