@@ -187,13 +187,28 @@ class BlockPrograms:
                     setattr(target, name, results[place_of])
                 elif not isinstance(value, torch.Tensor) or self._is_shared(name, was, target):
                     setattr(target, name, value)
-                else:
+                elif not self._take_over(target, name, was, value):
                     raise RuntimeError(f"layer {like} of the KV cache got a tensor {name!r} that no block computes")
 
     @staticmethod
     def _is_shared(name: str, was: dict[str, Any] | None, target: Any) -> bool:
         """Whether layers had the same tensor before."""
         return was is not None and was.get(name) is not None and vars(target).get(name) is was[name]
+
+    @staticmethod
+    def _take_over(target: Any, name: str, was: dict[str, Any] | None, value: torch.Tensor) -> bool:
+        """Give a layer of another block a tensor like one that no block computes: a constant, or what the layer had
+        itself. All layers are treated alike, which was checked (:mod:`paraxis.capture.same_blocks`)."""
+        before, own = was.get(name) if was is not None else None, vars(target).get(name)
+        if own is None and before is None:
+            setattr(target, name, value.clone())  # each may be written to
+            return True
+        if not isinstance(own, torch.Tensor) or own.shape != value.shape:
+            return False
+        if before is None or before.device != value.device:  # of a new cache, or moved
+            setattr(target, name, own.to(value.device))
+            return True
+        return before.data_ptr() == value.data_ptr() or bool(torch.equal(before, value))
 
     # -- making a program ------------------------------------------------------------------------------------------
 
