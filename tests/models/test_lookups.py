@@ -71,8 +71,13 @@ def look_up(constraints: dict[str, str] | None, compile: str | None) -> dict[str
     }
 
 
-@pytest.mark.parametrize("compile", [None, "inductor"])
-@pytest.mark.parametrize("constraints", [None, {"head.weight": "shard(0)", "embed.weight": "shard(0)"}])
+ROWS = {"head.weight": "shard(0)", "embed.weight": "shard(0)"}
+
+
+@pytest.mark.parametrize(
+    ("constraints", "compile"),
+    [(None, None), (ROWS, None), (ROWS, "inductor"), pytest.param(None, "inductor", marks=pytest.mark.long)],
+)
 def test_results_equal_the_unsharded_ones(ranks: Any, constraints: dict[str, str] | None, compile: str | None) -> None:
     for found in ranks(2).run(look_up, constraints, compile, timeout=600):
         wrong = {name: error for name, error in found["errors"].items() if not error < 1e-4}
