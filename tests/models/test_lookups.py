@@ -71,12 +71,12 @@ def look_up(constraints: dict[str, str] | None, compile: str | None) -> dict[str
     }
 
 
-ROWS = {"head.weight": "shard(0)", "embed.weight": "shard(0)"}
+BY_ROWS = {"head.weight": "shard(0)", "embed.weight": "shard(0)"}
 
 
 @pytest.mark.parametrize(
     ("constraints", "compile"),
-    [(None, None), (ROWS, None), (ROWS, "inductor"), pytest.param(None, "inductor", marks=pytest.mark.long)],
+    [(None, None), (BY_ROWS, None), (BY_ROWS, "inductor"), pytest.param(None, "inductor", marks=pytest.mark.long)],
 )
 def test_results_equal_the_unsharded_ones(ranks: Any, constraints: dict[str, str] | None, compile: str | None) -> None:
     for found in ranks(2).run(look_up, constraints, compile, timeout=600):
