@@ -105,15 +105,21 @@ class CompiledCall:
             watch.read_attributes(attributes_read(entries))
             return needed_guards(entries)
 
-        reduced = other_than_parameters if self.config.compile is None else needed
+        checks_itself = False
+
+        def reduced(entries: Sequence[Any]) -> list[bool]:
+            """The guards of the program that was made last: a compiled or lifted one checks the shards itself."""
+            fewer = self.config.compile is not None and checks_itself
+            return needed(entries) if fewer else other_than_parameters(entries)
 
         def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+            nonlocal checks_itself
             check_required_gradients(graph_module, self.forward is not None, self.name)
             register_late_parameters(self.module, self.name, self.ctx, self.config)
             program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config, blocks)
             malloc_trim()
-            checked = blocks is not None or compiles(self.ctx, self.config)  # by the program itself
-            if unguarded and not torch.is_grad_enabled() and not checked:
+            checks_itself = blocks is not None or compiles(self.ctx, self.config)
+            if unguarded and not torch.is_grad_enabled() and not checks_itself:
                 assert self.ctx.last_optimized_graph_module is not None
                 program = with_same_parameters(program, parameters_by_position(self.ctx.last_optimized_graph_module))
             return with_dispatch_modes(program)
