@@ -17,7 +17,7 @@ class StartsEagerly:
     Args:
         by_python: The program as it runs at first.
         compiling: Compiles it: called once, by all ranks in the same run. It raises, on all of them, where that cannot
-            be; the program then goes on as it is.
+            be; the program then runs by Python from there on.
     """
 
     def __init__(self, by_python: Callable[..., Any], compiling: Callable[[], Callable[..., Any]]) -> None:

@@ -95,7 +95,7 @@ def _initialized(
 
 
 def _forked_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, draws leave the caller's random state as it is."""
+    """Inside, draws do not change the caller's random state."""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return torch.random.fork_rng(devices=[index] if device.type == "cuda" else [])
 

@@ -1,6 +1,6 @@
 """A repeated prefill is launched before it is prepared, and taken only if the call comes to the same graph and inputs.
 
-A fake CUDA graph and streams without effect stand in for the real ones: ``models/test_cuda.py`` has a test with these.
+A fake CUDA graph and streams without effect stand in for the real ones, which need a GPU.
 """
 
 from __future__ import annotations
