@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from .. import Plan
 
+QUANTIZATIONS = ("fp8", "int8", "int4", "nf4")
+"""The names of ``quantization_config=``; the test compares them with those of the engine."""
 DEFAULT_CONTEXT = 2048
 """Tokens per sequence that must fit with ``--tp auto``, unless ``--context`` says otherwise."""
 
@@ -70,6 +72,10 @@ def command(
         str | None,
         typer.Option("--filter", metavar="PATTERN", help="Show only layers with matching names, as in '*.down_proj'."),
     ] = None,
+    quantization: Annotated[
+        str | None,
+        typer.Option("--quantization", help="Quantize a plain checkpoint while it is loaded: fp8, int8, int4 or nf4."),
+    ] = None,
     revision: RevisionOption = None,
     subfolder: SubfolderOption = None,
     trust_remote_code: TrustOption = False,
@@ -89,11 +95,17 @@ def command(
     paraxis plan org/model --tp 8 --html plan.html
 
     paraxis plan org/model --tp 8 --filter '*.self_attn.*'
+
+    paraxis plan org/model --tp 8 --quantization fp8
     """
     with report_errors(debug):
         ranks = ranks_of(tp, gpu)
         check_model(model, subfolder)
         options = planning_options(machine, objective, constraint, memory_limit)
+        if quantization is not None:
+            if quantization not in QUANTIZATIONS:
+                raise UsageError(f"--quantization {quantization!r}: use one of {', '.join(QUANTIZATIONS)}")
+            options["quantization_config"] = quantization
         options |= {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
         if ranks is None and context is None:
             context = DEFAULT_CONTEXT

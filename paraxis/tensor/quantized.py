@@ -7,8 +7,9 @@ the placement of the parameter by its axes (:mod:`paraxis.placement.blocks`). Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -123,6 +124,32 @@ class QuantizedWeight:
         return QuantizedTensor(Parts(**found), self.encoding, tuple(shape), dtype, self.transposed)
 
 
+@lru_cache(maxsize=1)
+def use_kernels() -> bool:
+    """Register what operators on quantized weights run on a GPU; whether there is a compiler for it."""
+    try:
+        from ..kernels.triton import quantized_operators
+    except ImportError:  # without Triton they run operator by operator
+        return False
+    return quantized_operators is not None
+
+
+def part_of(weight: QuantizedTensor, name: str) -> torch.Tensor:
+    """One of the tensors of a weight. Programs call it."""
+    return getattr(weight.parts, name)  # type: ignore[no-any-return]
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that hold the memory of some tensors: of a quantized weight, its parts."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors:
+        if type(tensor) is QuantizedTensor:
+            found += tensor.held
+        else:
+            found.append(tensor)
+    return found
+
+
 def block_index(runs: Sequence[Run], block: int) -> torch.Tensor:
     """The block of every index of a shard."""
     pieces = [
@@ -141,6 +168,7 @@ class QuantizedTensor(torch.Tensor):
     parts: Parts
     encoding: Encoding
     transposed: bool
+    held: tuple[torch.Tensor, ...]
 
     @staticmethod
     def __new__(
@@ -148,6 +176,9 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         tensor: Any = make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=parts.codes.device)
         tensor.parts, tensor.encoding, tensor.transposed = parts, encoding, transposed
+        tensor.held = tuple(part for part in parts if part is not None)
+        if parts.codes.is_cuda:
+            use_kernels()
         return tensor
 
     @property
@@ -191,6 +222,12 @@ class QuantizedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         return _clone(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "a quantized weight cannot be pickled: save the model and its adapters with save_pretrained, and a "
+            "training run with save_state"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, codes={self.parts.codes.dtype})"

@@ -26,7 +26,7 @@ from .pretrained_options import (
     split_pretrained_options,
 )
 from .quantized.parameters import mark_by_configuration
-from .quantized.registry import quantization_of
+from .quantized.registry import quantization_of, set_quantization
 from .weight_map import collect_weight_map, float_dtype
 
 
@@ -40,6 +40,8 @@ def build_model(
     """The model of a directory on the meta device, in evaluation mode."""
     options = options or PretrainedOptions()
     model_config, model_cls, rest = load_config_and_class(folder, dict(kwargs), options)
+    if options.quantization_config is not None:
+        set_quantization(model_config, options.quantization_config)
     fields = {name for name in vars(model_config) if not name.startswith("_")}
     check_constructor_options(model_cls, rest, {*names_of_config(), *names_of_options(), "example_inputs", *fields})
     before = torch.get_default_dtype()

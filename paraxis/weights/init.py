@@ -21,6 +21,7 @@ from ..tensor.parameter_meta import ParameterMeta
 from .load import _finish, _meta_of, storage_placement
 from .partial_recipes import Index
 from .quantized.load import load_quantizing
+from .quantized.stored import Stored
 
 MAX_ON_DEVICE = 4 << 30
 """Bytes of the largest tensor that is initialized on the device of its shards."""
@@ -72,8 +73,9 @@ def initialize_quantized(
 ) -> None:
     """Initialize parameters that are then quantized: each has the values that it has without quantization."""
 
-    def dense(name: str, index: Index) -> torch.Tensor:
+    def dense(name: str, stored: Stored, index: Index) -> torch.Tensor:
         full = _initialized(_meta_of(params[name]), init_fn, seed, device).cpu()
+        full = full.transpose(-1, -2) if stored.format.transposed else full
         for dim, ranges in enumerate(index):
             if ranges != ((0, full.shape[dim]),):
                 full = torch.cat([full.narrow(dim, a, b - a) for a, b in ranges], dim)

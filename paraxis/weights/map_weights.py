@@ -18,7 +18,8 @@ from .load import load_buffers
 from .matching import match
 from .materialize import checksums
 from .meta_init import tied_names
-from .quantized.parameters import check_expected, compositions, mark_quantized
+from .quantized.parameters import check_expected, compositions, from_plain, mark_quantized, quantize_inputs
+from .quantized.pieces import Composition
 from .quantized.registry import quantization_of
 from .quantized.stored import Stored, find_stored, raise_problems, with_stored
 from .same_files import check_same_files
@@ -27,22 +28,29 @@ from .zero_rows import mark_zero_rows
 
 
 def map_weights(
-    model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, use_cache: bool, variant: str | None = None
+    model: nn.Module,
+    folder: Path,
+    ctx: ParallelExecutionCtx,
+    use_cache: bool,
+    variant: str | None = None,
+    quantize: bool = False,
 ) -> None:
     """Set for every parameter which tensors of the checkpoint it is loaded from, and load the buffers. A collective.
+
+    ``quantize``: the checkpoint is plain, and quantized while it is loaded, to what the model's configuration says.
 
     Raises:
         CheckpointError: on all ranks, if the checkpoint does not fit the model or the ranks see different files.
     """
     with on_all_ranks(ctx.world_group, "checking the checkpoint"):
-        untrained = _match(model, folder, ctx, use_cache, variant)
+        untrained = _match(model, folder, ctx, use_cache, variant, quantize)
     check_same_files(folder, ctx.weight_map.values(), ctx.world_group)
     if untrained and ctx.is_first:
         warnings.warn(_untrained_warning(untrained, folder), stacklevel=3)
 
 
 def _match(
-    model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, use_cache: bool, variant: str | None
+    model: nn.Module, folder: Path, ctx: ParallelExecutionCtx, use_cache: bool, variant: str | None, quantize: bool
 ) -> list[str]:
     """Match parameters with tensors of the checkpoint and check them all.
 
@@ -54,7 +62,7 @@ def _match(
     header = header_of(ctx.weight_map)
     quantization = quantization_of(getattr(model, "config", None))
     stored_weights, weight_map = dict[str, Stored](), ctx.weight_map
-    if quantization is not None:
+    if quantization is not None and not quantize:
         stored_weights, weight_map = find_stored(ctx.weight_map, header, quantization, _module_test(model))
     keys, ctx.state.conversions = match(
         model,
@@ -66,9 +74,13 @@ def _match(
         header=with_stored(header, stored_weights, _dtype_of(model)),
     )
     quantized = compositions(keys, ctx.state.conversions, stored_weights)
+    new: dict[str, Composition] = {}
     if quantization is not None:
-        problems = mark_quantized(ctx.param_cache, quantized)
-        problems += check_expected(model, quantization, ctx.param_cache, quantized)
+        if quantize:
+            new = from_plain(model, quantization, keys, ctx.state.conversions, header)
+        problems = mark_quantized(ctx.param_cache, quantized | new)
+        problems += check_expected(model, quantization, ctx.param_cache, quantized | new)
+        problems += quantize_inputs(model, quantized | new, ctx.current_device)
         raise_problems(quantization, problems)
     stored = {*keys, *(name for conversion in ctx.state.conversions for name in conversion.targets)}
     missing = [name for name in ctx.param_cache if name not in stored]

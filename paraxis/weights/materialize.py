@@ -18,7 +18,7 @@ from ..tensor.quantized import QuantizedWeight
 from ..tensor.sharded_tensor import ShardedTensor
 from .init import common_seed, initialize_parameters, initialize_quantized
 from .load import load_converted, load_parameters, slice_parameters
-from .quantized.load import load_quantized
+from .quantized.load import load_quantized, quantize_from_files
 from .zero_rows import zero_rows
 
 
@@ -51,7 +51,10 @@ def materialize_parameters(ctx: ParallelExecutionCtx, config: Config) -> None:
         zero_rows(plain.values(), ctx.rank)
         rest = {name: p for name, p in pending.items() if name not in {*done, *stored, *converted}}
         initialize_parameters(rest, config.weight_init_fn, seed, ctx.rank, device)
-        new = {name: p for name, p in encoded.items() if name not in in_files}
+        others = {name: p for name, p in encoded.items() if name not in in_files}
+        converted_here = {n: p for n, p in others.items() if _quantized(p).source.first.key in ctx.weight_map}
+        quantize_from_files(converted_here, ctx.weight_map, ctx.rank, device, progress)
+        new = {name: p for name, p in others.items() if name not in converted_here}
         initialize_quantized(new, config.weight_init_fn, seed, ctx.rank, device)
     if config.check_finite:
         _warn_of_non_finite(pending, ctx)

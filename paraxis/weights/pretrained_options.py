@@ -29,6 +29,7 @@ class PretrainedOptions:
         attn_implementation: ``"sdpa"``, ``"eager"``, ...
         experts_implementation: ``"eager"``, ``"grouped_mm"``, ...: of mixtures of experts (MoE).
         generation_config: Instead of the one in the folder.
+        quantization_config: Quantize a plain checkpoint while it is loaded: each rank its own slices.
         trust_remote_code: Run the code that comes with the model (``auto_map`` in its configuration). Never implied.
         code_revision: Revision of that code, where it is in another repository.
     """
@@ -45,6 +46,7 @@ class PretrainedOptions:
     attn_implementation: Any = None
     experts_implementation: Any = None
     generation_config: Any = None
+    quantization_config: Any = None
     trust_remote_code: bool = False
     code_revision: str | None = None
 
@@ -84,10 +86,8 @@ ANSWERS = {
     "tp_size": "tp_size is not needed: the model is sharded over the ranks of the context, as in paraxis.init(tp=...)",
     "device_mesh": "device_mesh is part of the context: ParallelExecutionCtx(mesh=...), or paraxis.init(dp=...)",
     "distributed_config": "distributed_config is not needed: the context has the ranks, and the plan is searched",
-    "quantization_config": "quantization_config is not supported: weights are loaded in the dtype of the checkpoint or "
-    "in dtype=, not quantized",
-    "load_in_8bit": "load_in_8bit is not supported: weights are not quantized; use dtype= and more ranks",
-    "load_in_4bit": "load_in_4bit is not supported: weights are not quantized; use dtype= and more ranks",
+    "load_in_8bit": "load_in_8bit is now quantization_config={'quant_method': 'bitsandbytes', 'load_in_8bit': True}",
+    "load_in_4bit": "load_in_4bit is now quantization_config={'quant_method': 'bitsandbytes', 'load_in_4bit': True}",
     "gguf_file": "gguf_file is not supported: convert it once, by loading it with transformers' from_pretrained and "
     "saving it with save_pretrained",
     "state_dict": "state_dict is not supported: load it into a module, and pass the module to parallelize_model",

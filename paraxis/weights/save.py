@@ -27,7 +27,7 @@ from ..errors import CheckpointError
 from ..tensor.sharded_tensor import ShardedTensor, full_tensor_of
 from ..utils.names import block_of
 from .file_names import INDEX_NAME, SINGLE_NAME
-from .quantized.save import gather_parts, is_quantized, stored_state, stored_tensors
+from .quantized.save import file_metadata, gather_parts, is_quantized, stored_state, stored_tensors
 
 MAX_SHARD_SIZE = "5GB"
 """The default size of a file, which is also what rank 0 holds in memory at a time."""
@@ -67,6 +67,7 @@ def save_checkpoint(
         files = assign_files(groups, max_shard_size)
         if target.is_file():
             raise NotADirectoryError(f"{str(target)!r} is a file; pass a directory to save to")
+        described = file_metadata(ctx.weight_map.values()) if encoded else {}
     temporary = target / f".saving-{secrets.token_hex(4)}"
     first = ctx.is_first
     try:
@@ -84,7 +85,7 @@ def save_checkpoint(
                 pending |= _gathered(model, group, values, ctx, save_original_format)
             with on_all_ranks(ctx.world_group, f"writing {name!r} in {str(target)!r}"):
                 if first:
-                    _write({key: pending.pop(key) for key in keys}, temporary / name)
+                    _write({key: pending.pop(key) for key in keys}, temporary / name, described)
         with on_all_ranks(ctx.world_group, f"saving to {str(target)!r}"):
             if first:
                 move_files(temporary, target, files, groups)
@@ -217,11 +218,11 @@ def _save_configuration(model: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-def _write(tensors: State, path: Path) -> None:
+def _write(tensors: State, path: Path, described: dict[str, str]) -> None:
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={**described, "format": "pt"})
         with path.open("rb") as file:
             os.fsync(file.fileno())
     except Exception as error:  # safetensors raises its own error for a full disk

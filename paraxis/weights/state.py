@@ -22,6 +22,7 @@ from ..errors import CheckpointError
 from ..tensor.parameter_meta import ParameterMeta
 from ..tensor.sharded_tensor import ShardedTensor
 from .compare_parameters import check_before_saving
+from .quantized.save import is_quantized
 from .save import persistent_buffers
 
 PLAIN_DATA = "paraxis.json"
@@ -38,7 +39,8 @@ def save_state(
     """Save a parallel model, its optimizer and ``extra`` (plain data: the step, a scheduler's state) to a directory.
 
     A collective: every rank must call it. If it fails on one rank, it fails on all, and the previous state in the
-    directory is unchanged. :func:`load_state` resumes from it, on any number of ranks.
+    directory is unchanged. :func:`load_state` resumes from it, on any number of ranks. Quantized parameters are not
+    in it: they do not change, and come from their checkpoint.
     """
     target, group = Path(directory), _group(model)
     first = dist.get_rank(group) == 0
@@ -121,7 +123,9 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Any], Any]:
     """Tensors by name, and plain data of the optimizer."""
-    tensors: dict[str, Any] = {f"model/{name}": p.detach() for name, p in model.named_parameters()}
+    tensors: dict[str, Any] = {
+        f"model/{name}": p.detach() for name, p in model.named_parameters() if not is_quantized(p)
+    }
     tensors |= {f"model/{name}": buffer for name, buffer in persistent_buffers(model)}
     if optimizer is None:
         return tensors, None

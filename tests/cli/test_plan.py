@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from cli.helpers import call
 
-from paraxis.cli.plan import show
+from paraxis.cli.plan import QUANTIZATIONS, show
 from paraxis.plan import Memory, Plan
+from paraxis.weights.quantized.registry import NAMED
 
 
 def test_json_and_saved_plan(folder: str, tmp_path: Path) -> None:
@@ -75,6 +76,15 @@ def test_html_writes_a_report(folder: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     assert call("plan", folder, "--tp", "2", "--html", str(page)).exit_code == 0
     assert "o_proj" in page.read_text() and "row-parallel" in page.read_text()
+
+
+def test_a_plain_checkpoint_that_is_quantized_while_it_is_loaded(folder: str) -> None:
+    assert list(QUANTIZATIONS) == list(NAMED)
+    found = call("plan", folder, "--tp", "2", "--quantization", "int8")
+    assert found.exit_code == 0, found.output
+    assert "parameters are quantized (compressed-tensors" in " ".join(found.output.split())
+    found = call("plan", folder, "--quantization", "int3")
+    assert found.exit_code == 2 and "--quantization 'int3': use one of fp8, int8, int4, nf4" in found.output
 
 
 def test_one_rank_has_no_collectives(folder: str) -> None:

@@ -54,6 +54,18 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "experts": (
+        "gpt_oss",
+        {
+            **DENSE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 160,
+            "head_dim": 16,
+            "num_attention_heads": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     "encoder": (
         "bert",
         {**{k: v for k, v in DENSE.items() if not k.startswith("num_key")}, "is_decoder": False},
@@ -75,6 +87,8 @@ def build(kind: str, **overrides: Any) -> Any:
 
 def is_quantizable(model: nn.Module, key: str) -> bool:
     """Whether a tensor of a checkpoint is the weight of a linear layer, or of an expert, inside of the model."""
+    if key.endswith(("experts.gate_up_proj", "experts.down_proj")):
+        return True
     if not key.endswith(".weight") or "lm_head" in key or "predictions.decoder" in key:
         return False
     if ".experts." in key:
@@ -94,6 +108,7 @@ def write(
     dequantize: Callable[[Mapping[str, torch.Tensor], tuple[int, ...]], torch.Tensor],
     dtype: torch.dtype = torch.float32,
     quantizable: Callable[[nn.Module, str], bool] = is_quantizable,
+    inputs: Callable[[torch.Tensor], torch.Tensor] | None = None,
     **overrides: Any,
 ) -> Any:
     """Write a quantized checkpoint; the model that computes with the dequantized weights.
@@ -106,27 +121,38 @@ def write(
         dequantize: From the tensors of a weight, by suffix, and its shape to the weight: the reference.
         dtype: The dtype of the model.
         quantizable: Which tensors of the plain checkpoint are quantized.
+        inputs: What inputs of quantized linear layers are rounded to: the reference.
         overrides: Fields of the configuration.
     """
     model: Any = build(kind, **overrides) if isinstance(kind, str) else kind
     model.to(dtype)
     plain = folder / "plain"
     model.save_pretrained(plain)
+    model.save_pretrained(folder / "original")
     state = load_file(plain / "model.safetensors")
     stored: dict[str, torch.Tensor] = {}
+    quantized: list[str] = []
     for key, value in state.items():
         base = key.removesuffix(format.weight) if format.weight else key
-        if not quantizable(model, key):
+        stack = value.dim() == 3 or ".experts." in key
+        fits = key.endswith(format.weight) and (format.stacks if stack else format.linears)
+        if not fits or not quantizable(model, key):
             stored[key] = value
             continue
-        tensors = format.quantize(value)
+        quantized.append(key)
+        tensors = format.quantize(value.transpose(-1, -2) if format.transposed else value)
         stored |= {base + suffix: tensor.contiguous() for suffix, tensor in tensors.items()}
         state[key] = dequantize(tensors, tuple(value.shape)).to(dtype).contiguous()
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     save_file(state, plain / "model.safetensors", metadata={"format": "pt"})
     data = json.loads((plain / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**data, "quantization_config": dict(config)}))
-    return type(model).from_pretrained(plain, dtype=dtype).eval()
+    reference = type(model).from_pretrained(plain, dtype=dtype).eval()
+    for key in quantized if inputs is not None else ():
+        module = {name: m for name, m in reference.named_modules()}.get(key.removesuffix(".weight"))
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _, args: (inputs(args[0]),))
+    return reference
 
 
 def of_blocks(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

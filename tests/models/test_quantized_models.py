@@ -19,10 +19,12 @@ from ranks import RankPool
 IDS = torch.arange(14).view(2, 7) + 3
 
 
-def run(folder: str, saved: str, generates: bool, compile: str | None = None) -> tuple[Any, Any, int, int]:
+def run(
+    folder: str, saved: str, generates: bool, compile: str | None = None, **options: Any
+) -> tuple[Any, Any, int, int]:
     """(logits, tokens, bytes of the shards, bytes that the plan says) of a rank; saves the checkpoint again."""
     ctx = paraxis.ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=torch.device("cpu"))
-    model = paraxis.parallelize_model(folder, ctx, show_progress=False, compile=compile)
+    model = paraxis.parallelize_model(folder, ctx, show_progress=False, compile=compile, **options)
     with torch.no_grad():
         logits = model(IDS).logits
     tokens = model.generate(IDS, max_new_tokens=5, do_sample=False) if generates else None
@@ -35,16 +37,20 @@ def run(folder: str, saved: str, generates: bool, compile: str | None = None) ->
     return logits, tokens, sum(p.local.nbytes for p in model.parameters()), planned
 
 
-def check(pool: RankPool, case: str, kind: str, folder: Path, compile: str | None = None) -> None:
-    """Write a checkpoint, run it on ranks, and compare."""
+def check(pool: RankPool, case: str, kind: str, folder: Path, compile: str | None = None, plain: bool = False) -> None:
+    """Write a checkpoint, run it on ranks, and compare. ``plain``: the ranks quantize it while they load it."""
     each = CASES[case]
-    reference = write(kind, folder, each.format, each.config, each.dequantize, **each.overrides)
+    reference = write(kind, folder, each.format, each.config, each.dequantize, inputs=each.inputs, **each.overrides)
     generates = kind != "encoder"
     with torch.no_grad():
         logits = reference(IDS).logits
     tokens = reference.generate(IDS, max_new_tokens=5, do_sample=False) if generates else None
-    for found, chosen, held, planned in pool.run(run, str(folder), str(folder / "saved"), generates, compile):
-        assert float((found - logits).abs().max()) < 1e-4
+    options = {"quantization_config": each.config} if plain else {}
+    source = str(folder / "original" if plain else folder)
+    for found, chosen, held, planned in pool.run(
+        run, source, str(folder / "saved"), generates, compile, **options, timeout=600
+    ):
+        assert float((found - logits).abs().max()) < each.tolerance
         assert tokens is None or torch.equal(chosen, tokens)
         assert held == planned
     before, after = (load_file(path / "model.safetensors") for path in (folder, folder / "saved"))
@@ -58,11 +64,12 @@ def check(pool: RankPool, case: str, kind: str, folder: Path, compile: str | Non
 QUICK = [
     ("fp8-blocks", "dense", 2),
     ("fp8-blocks", "packed", 3),
-    ("fp8-blocks", "moe", 4),
-    ("fp8-blocks", "mla", 2),
-    ("fp8-blocks-ue8m0", "gqa", 2),
-    ("fp8-tensor", "moe", 3),
     ("fp8-tensor", "encoder", 2),
+    ("ct-int4-ordered", "moe", 2),
+    ("ct-nvfp4", "moe", 4),
+    ("mxfp4", "experts", 3),
+    ("gptq-ordered", "mla", 2),
+    ("bnb-nf4-nested", "gqa", 3),
 ]
 
 
@@ -75,6 +82,16 @@ def test_quantized_checkpoints(
 
 def test_compiled_by_inductor(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
     check(ranks(2), "fp8-blocks", "dense", tmp_path, "inductor")
+
+
+FROM_PLAIN = [("fp8-blocks", "moe", 3), ("ct-int4-asymmetric", "packed", 2), ("bnb-nf4", "gqa", 2)]
+
+
+@pytest.mark.parametrize(("case", "kind", "world"), FROM_PLAIN)
+def test_plain_checkpoints_are_quantized_by_slices_as_the_full_model_would_be(
+    case: str, kind: str, world: int, ranks: Callable[[int], RankPool], tmp_path: Path
+) -> None:
+    check(ranks(world), case, kind, tmp_path, plain=True)
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from paraxis import plan_model
+from paraxis.errors import CheckpointError
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -41,3 +42,22 @@ def test_unknown_methods_are_planned_as_they_are_built() -> None:
     assert found.quantization == (
         "the checkpoint is quantized (new), which Paraxis cannot read: these figures are for weights in bfloat16"
     )
+
+
+@pytest.mark.parametrize(("wanted", "bits"), [("fp8", 8.0), ("int8", 8.125), ("int4", 4.125), ("nf4", 4.5), (FP8, 8.0)])
+def test_the_memory_of_a_plain_checkpoint_that_is_quantized_while_it_is_loaded(wanted: Any, bits: float) -> None:
+    plain = plan_model(config(), 2).memory
+    found = plan_model(config(), 2, quantization_config=wanted).memory
+    assert plain is not None and found is not None
+    weights = (4 * 256 * 256 + 3 * 256 * 512) // 2
+    assert abs(plain.parameters - found.parameters - weights * (2 - bits / 8)) < 0.02 * weights
+    assert "7 of 12 parameters are quantized" in found.quantization
+
+
+def test_what_cannot_be_quantized_while_it_is_loaded() -> None:
+    with pytest.raises(CheckpointError, match="this one is quantized already .fp8.: leave it out"):
+        plan_model(config(**FP8), 2, quantization_config="fp8")
+    with pytest.raises(CheckpointError, match="quantization_config='fp9' is not known: fp8, int8, int4, nf4 are"):
+        plan_model(config(), 2, quantization_config="fp9")
+    with pytest.raises(TypeError, match="neither a dictionary nor a configuration"):
+        plan_model(config(), 2, quantization_config=3)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from weights.homemade import save_homemade
 from weights.hub_server import TOKEN, Hub, commit_of
 from weights.tiny_models import save, tiny_model
 
@@ -128,8 +129,8 @@ def add_variants(folder: Path) -> None:
     save_file(tensors, inner / "model.big.safetensors", metadata={"format": "pt"})
 
 
-def loaded(name: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Logits by the name of the case, or the error; on one rank those of transformers, too."""
+def loaded(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Logits by the name of the case, or the error; on one rank those of transformers, too. ``model`` is its name."""
     import torch.distributed as dist
     from models.compare import context
     from transformers import AutoModelForCausalLM
@@ -139,8 +140,10 @@ def loaded(name: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
     ids, found = torch.arange(3, 11)[None], {}
     for case, options in cases.items():
+        name, options = options["model"], {key: value for key, value in options.items() if key != "model"}
+        inputs = {"example_inputs": {"input_ids": ids}} if "trust_remote_code" in options else {}
         try:
-            model = parallelize_model(name, context(), show_progress=False, **options)
+            model = parallelize_model(name, context(), show_progress=False, **options, **inputs)
         except CheckpointError as error:
             found[case] = str(error)
             continue
@@ -153,23 +156,29 @@ def loaded(name: str, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_arguments_choose_what_is_loaded_from_the_hub(hub: Hub, tmp_path: Path) -> None:
-    """``revision``, ``token``, ``subfolder`` and ``variant``, as in ``from_pretrained`` and all together."""
+    """``revision``, ``token``, ``subfolder`` and ``variant``, as in ``from_pretrained`` and all together; and code that
+    comes with a model, which is fetched and run with ``trust_remote_code`` alone."""
     for folder in hub.repos["someone/gated"].values():
         add_variants(folder)
     hub.repos["someone/gated"]["v1"] = save(tiny_model("GPT2LMHeadModel", num_hidden_layers=1), tmp_path / "v1")
-    inner = {"token": TOKEN, "subfolder": "inner/model"}
+    hub.repos["someone/homemade"] = {"main": save_homemade(tmp_path / "hub" / "homemade")}
+    gated = {"model": "someone/gated", "token": TOKEN}
+    inner = {**gated, "subfolder": "inner/model"}
+    code = {"model": "someone/homemade"}
     cases: dict[str, dict[str, Any]] = {
-        "plain": {"token": TOKEN},
-        "revision": {"token": TOKEN, "revision": "v1"},
+        "plain": gated,
+        "revision": {**gated, "revision": "v1"},
         "subfolder": inner,
         "variant": {**inner, "variant": "big"},
+        "code": {**code, "trust_remote_code": True},
     }
     refused = {
-        "no token": {"subfolder": "inner/model"},
+        "no trust": code,
+        "no token": {"model": "someone/gated", "subfolder": "inner/model"},
         "no variant": {**inner, "variant": "small"},
-        "no subfolder": {"token": TOKEN, "subfolder": "absent"},
+        "no subfolder": {**gated, "subfolder": "absent"},
     }
-    outcomes = spawn_ranks(2, loaded, "someone/gated", {**refused, **cases}, timeout=600)
+    outcomes = spawn_ranks(2, loaded, {**refused, **cases}, timeout=600)
     assert all(outcome.error is None for outcome in outcomes), outcomes
     first, second = (outcome.value for outcome in outcomes)
     for case in cases:
@@ -179,5 +188,6 @@ def test_arguments_choose_what_is_loaded_from_the_hub(hub: Hub, tmp_path: Path) 
     assert (first["revision"] - first["plain"]).abs().max() > 1e-2
     for case in refused:
         assert isinstance(first[case], str) and first[case] == second[case], case
+    assert "trust_remote_code=True" in first["no trust"] and "homemade.HomemadeConfig" in first["no trust"]
     assert "gated" in first["no token"] and "absent" in first["no subfolder"], first
     assert "model.small.safetensors" in first["no variant"] and "model.big.safetensors" in first["no variant"]

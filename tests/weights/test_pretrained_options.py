@@ -14,6 +14,7 @@ import torch
 import transformers
 from models.compare import batch, context, max_difference
 from safetensors.torch import load_file, save_file
+from weights.homemade import save_homemade
 from weights.tiny_models import save, tiny_model
 
 from paraxis import parallelize_model, plan_model
@@ -150,63 +151,11 @@ def test_options_have_the_effect_that_they_have_in_from_pretrained(tmp_path: Pat
 
 # -- code that comes with a model ---------------------------------------------------------------------------------
 
-CONFIGURATION = """
-from transformers import PretrainedConfig
-
-
-class HomemadeConfig(PretrainedConfig):
-    model_type = "homemade"
-
-    def __init__(self, width=32, vocabulary=64, **kwargs):
-        self.width, self.vocabulary = width, vocabulary
-        super().__init__(**kwargs)
-"""
-
-MODELING = """
-import torch
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
-
-from .configuration_homemade import HomemadeConfig
-
-
-class HomemadeForCausalLM(PreTrainedModel):
-    config_class = HomemadeConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.embed = nn.Embedding(config.vocabulary, config.width)
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.post_init()
-
-    def forward(self, input_ids, **kwargs):
-        x = self.embed(input_ids)
-        return CausalLMOutput(logits=self.head(x + self.down(torch.relu(self.up(x)))))
-"""
-
 
 @pytest.fixture
-def homemade(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def homemade(tmp_path: Path) -> Path:
     """A model whose code is in its folder."""
-    folder = tmp_path / "homemade"
-    folder.mkdir()
-    (folder / "configuration_homemade.py").write_text(CONFIGURATION)
-    (folder / "modeling_homemade.py").write_text(MODELING)
-    auto_map = {
-        "AutoConfig": "configuration_homemade.HomemadeConfig",
-        "AutoModelForCausalLM": "modeling_homemade.HomemadeForCausalLM",
-    }
-    config = {"model_type": "homemade", "architectures": ["HomemadeForCausalLM"], "auto_map": auto_map, "width": 32}
-    (folder / "config.json").write_text(json.dumps(config))
-    torch.manual_seed(0)
-    shapes = {"embed.weight": (64, 32), "up.weight": (128, 32), "up.bias": (128,), "head.weight": (64, 32)}
-    shapes |= {"down.weight": (32, 128), "down.bias": (32,)}
-    tensors = {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+    return save_homemade(tmp_path / "homemade")
 
 
 def run_with_and_without_trust(folder: str) -> tuple[torch.Tensor, bool, str]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from .encoding import Encoding, Parts
+from .encoding import INT4, UINT4, Encoding, Parts
 
 
 def dequantize(parts: Parts, encoding: Encoding, inputs: int, dtype: torch.dtype) -> torch.Tensor:
@@ -23,10 +23,34 @@ def dequantize(parts: Parts, encoding: Encoding, inputs: int, dtype: torch.dtype
 def decode(codes: torch.Tensor, encoding: Encoding, inputs: int) -> torch.Tensor:
     """The numbers that the codes stand for, in float32."""
     if not encoding.packed:
-        return codes.to(torch.float32)
-    pairs = _pairs(encoding.table, codes.device)
-    values = torch.nn.functional.embedding(codes.to(torch.int32), pairs).flatten(-2)
+        return _float8(codes) if codes.dtype == torch.float8_e4m3fn else codes.to(torch.float32)
+    if encoding.table in (INT4, UINT4):
+        values = _integers(codes).add_(encoding.table[0])
+    else:
+        pairs = _pairs(encoding.table, codes.device)
+        values = torch.nn.functional.embedding(codes.to(torch.int32), pairs).flatten(-2)
     return values if values.shape[-1] == inputs else values[..., :inputs]
+
+
+def _integers(codes: torch.Tensor) -> torch.Tensor:
+    """The two integers of four bits of each byte, in float32: as the two bytes of an integer of 16 bits first."""
+    wide = codes.to(torch.int16, memory_format=torch.contiguous_format)
+    return torch.add(wide, wide >> 4, alpha=256 - 16).view(torch.uint8).to(torch.float32)
+
+
+def _float8(codes: torch.Tensor) -> torch.Tensor:
+    """Float8 in float32. On a CPU, torch converts one number at a time; here bits are moved, a vector at a time.
+
+    The bits of a number in E4M3 are those of one in float16 that is 256 times smaller. NaN has other bits there.
+    """
+    if type(codes) is not torch.Tensor or codes.device.type != "cpu" or codes.numel() == 0:
+        return codes.to(torch.float32)
+    signed = codes.view(torch.int8)
+    if int(signed.max()) == 127 or int(codes.view(torch.uint8).max()) == 255:
+        return codes.to(torch.float32)
+    wide = signed.to(torch.int16)
+    bits = (wide << 7).add_((wide >> 15) << 14)  # the sign, one bit further than the rest
+    return bits.view(torch.float16).to(torch.float32).mul_(256.0)
 
 
 def scales_as_float(scales: torch.Tensor, encoding: Encoding) -> torch.Tensor:

@@ -33,7 +33,8 @@ class Encoding:
             the first in the low bits; empty where a code is a number of eight bits.
         rounding: The dtype in which the format multiplies by the scale: products are rounded to it.
         exponents: Scales are bytes that are exponents of two, with 127 added.
-        activations: How the inputs of a layer are quantized, see :mod:`.activations`; empty if they are not.
+        activations: How kernels on a GPU round the inputs of a layer, as the unsharded model does there and not on a
+            CPU: ``"float8 128"`` to float8, with a scale per 128 columns; empty if they do not.
     """
 
     block: tuple[int, int] = (1, 1)

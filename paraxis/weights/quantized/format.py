@@ -19,6 +19,7 @@ import torch
 from ...errors import CheckpointError
 from ...kernels.quantized import Encoding
 from ...placement import Ranges
+from .activations import InputQuantization
 
 Index = tuple[Ranges, ...]
 """Per dimension, the ranges of a box."""
@@ -68,17 +69,31 @@ class Format(ABC):
     """Whether parameters have the last two dimensions of what is stored exchanged: ``[in, out]``."""
     stacks: ClassVar[bool] = True
     """Whether stacks of weights (experts) are quantized too."""
+    linears: ClassVar[bool] = True
+    """Whether linear layers are quantized: not in formats of experts alone."""
+    from_plain: ClassVar[bool] = False
+    """Whether ``quantization_config=`` may quantize plain checkpoints to it."""
     zero_scales: ClassVar[bool] = False
     """Whether a scale may be zero, of a block of zeros."""
+    inputs: InputQuantization | None = None
+    """How inputs of linear layers are quantized, if they are."""
     direct: ClassVar[Mapping[str, str]] = {}
     """Parts that are stored as they are: the suffix of their tensor."""
+
+    def plain_problem(self, data: Mapping[str, Any]) -> str | None:
+        """Why this configuration cannot be applied to a plain checkpoint while it is loaded; None if it can."""
+        return None
 
     @abstractmethod
     def encoding(self, shape: tuple[int, ...]) -> Encoding:
         """What the parts of a weight mean."""
 
+    def rounding(self, found: Mapping[str, torch.Tensor]) -> str:
+        """The dtype that products with the scale are rounded to, from the tensors as they are in the checkpoint."""
+        return ""
+
     @abstractmethod
-    def forms(self, found: Mapping[str, torch.Tensor]) -> dict[str, PartForm]:
+    def forms(self, found: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> dict[str, PartForm]:
         """The parts of a weight, from (meta) tensors by suffix as they are in the checkpoint."""
 
     @abstractmethod
@@ -89,12 +104,25 @@ class Format(ABC):
     def shape(self, found: Mapping[str, torch.Tensor], read: Read) -> tuple[int, ...]:
         """The shape of the weight, from the tensors that are stored."""
 
+    def refined(self, found: Mapping[str, torch.Tensor], read: Read) -> Format:
+        """The format of one weight, where small tensors of the checkpoint say more than the configuration.
+
+        Raises:
+            CheckpointError: with what is wrong with their values.
+        """
+        return self
+
     def load(self, part: str, index: Index, read: Read, shape: tuple[int, ...]) -> torch.Tensor:
         """A box of a part, from slices of what is stored. ``index`` counts in the units of the part."""
         return read(self.direct[part], index)
 
-    def store(self, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
-        """The stored tensors of a weight, by suffix, from its parts: the inverse of :meth:`load`, bit by bit."""
+    def store(
+        self, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], constants: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """The stored tensors of a weight, by suffix, from its parts: the inverse of :meth:`load`, bit by bit.
+
+        ``constants``: the small tensors that are written back as they were.
+        """
         return {suffix: parts[part] for part, suffix in self.direct.items() if part in parts}
 
     def quantize(self, weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -105,9 +133,9 @@ class Format(ABC):
         """Small tensors that are written back as they were, and no part has."""
         return ()
 
-    def values(self, read: Read) -> str:
-        """What is wrong with the values of small tensors, such as an index of groups; empty if nothing is."""
-        return ""
+    def new_constants(self, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Constants of a weight that is quantized while it is loaded, by suffix."""
+        return {}
 
     def units(self) -> tuple[int, int]:
         """The rows and columns of a box that can be quantized alone."""
@@ -134,6 +162,7 @@ class Quantization:
         ignored: Names and patterns of modules that are not quantized; None for the method's default: the output layer.
         prefix: Whether a name also stands for the modules inside of it, or is a part of a name.
         data: The configuration.
+        keeps_ends: Whether the input and the output layer are not quantized, besides those that are ignored.
     """
 
     method: str
@@ -141,6 +170,7 @@ class Quantization:
     ignored: Sequence[str] | None = None
     loose: bool = True
     data: Mapping[str, Any] = field(default_factory=dict)
+    keeps_ends: bool = False
 
     def format_of(self, module: str, kind: str = "Linear") -> Format | None:
         """The format of the weight of a module, by its name and class; None if it is not quantized."""
@@ -194,3 +224,8 @@ def scalar_problem(name: str, value: torch.Tensor, problems: Iterable[str] = ())
     if bool((found == 0).any()):
         return f"{name} is zero"
     return next(iter(problems), "")
+
+
+def reduced_precision(scales: torch.Tensor) -> str:
+    """The name of the dtype of scales in which a format multiplies; empty for float32."""
+    return str(scales.dtype).removeprefix("torch.") if scales.dtype in (torch.bfloat16, torch.float16) else ""

@@ -34,12 +34,13 @@ class BlockFP8(Format):
 
     name: ClassVar[str] = "fp8"
     marker: ClassVar[str] = ".weight_scale_inv"
+    from_plain: ClassVar[bool] = True
 
     def encoding(self, shape: tuple[int, ...]) -> Encoding:
-        """Blocks, or all of the weight as one."""
-        return Encoding(block=self.block or (shape[-2], shape[-1]))
+        """Blocks, or all of the weight as one. Inputs are not rounded: kernels that do so were not run on a GPU."""
+        return Encoding(block=(shape[-2], shape[-1]) if self.block is None else self.block)
 
-    def forms(self, found: Mapping[str, torch.Tensor]) -> dict[str, PartForm]:
+    def forms(self, found: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> dict[str, PartForm]:
         """The codes and the scales."""
         weight, scales = found[".weight"], found[self.scale]
         block = self.block or (weight.shape[-2], weight.shape[-1])
@@ -75,7 +76,9 @@ class BlockFP8(Format):
             return read(self.scale, None).reshape((1,) * len(index))
         return read(self.scale, index)
 
-    def store(self, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    def store(
+        self, parts: Mapping[str, torch.Tensor], shape: tuple[int, ...], constants: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """As they are."""
         return {".weight": parts["codes"], self.scale: parts["scales"]}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,15 +11,18 @@ from tqdm import tqdm
 
 from ...errors import CheckpointError
 from ...placement import Placement, Ranges, local_index, local_shape
+from ...placement.blocks import Axis
 from ...tensor.parameter_meta import ParameterMeta
 from ...tensor.quantized import QuantizedWeight
 from ..load import _finish
 from ..weight_map import OpenFiles
 from .format import Index, covering, elements
 from .pieces import Composition
-from .stored import Stored, reader
+from .stored import Stored, read_box, reader
 
 Tensors = dict[str, torch.Tensor]
+Dense = Callable[[str, Stored, Index], torch.Tensor]
+"""From a parameter, one of its weights and a box of it to values that are not quantized."""
 
 
 def load_quantized(
@@ -60,13 +63,17 @@ def load_quantized(
 
 
 def load_quantizing(
-    params: Mapping[str, nn.Parameter], dense: Callable[[str, Index], torch.Tensor], rank: int, device: torch.device
+    params: Mapping[str, nn.Parameter], dense: Dense, rank: int, device: torch.device, progress: bool = False
 ) -> None:
-    """Quantize the shard of every parameter, with the result that quantizing the full parameter would have.
+    """Quantize the shard of every parameter, with the result that quantizing the full weights would have.
 
-    ``dense(name, index)``: a box of a parameter that is not quantized yet. It contains the blocks that are cut.
+    ``dense(name, stored, index)``: a box of a weight of a parameter that is not quantized yet. It contains the blocks
+    that are cut.
+
+    Raises:
+        CheckpointError: a placement that the format cannot have, or a value that is no number.
     """
-    for name, parameter in params.items():
+    for name, parameter in tqdm(params.items(), "Quantizing weights", disable=None if progress and params else True):
         meta: ParameterMeta = parameter.spec  # type: ignore[attr-defined]
         assert meta.quantized is not None and meta.placement is not None
         problem = meta.quantized.problems(meta.placement)
@@ -78,43 +85,96 @@ def load_quantizing(
         _finish(parameter, meta, shard, rank, None)
 
 
-def _quantize(
-    name: str, weight: QuantizedWeight, placement: Placement, rank: int, dense: Callable[[str, Index], torch.Tensor]
-) -> Tensors:
-    format = weight.source.first.format
-    index = local_index(placement, weight.shape, rank)
-    dims = (weight.row_dim, weight.column_dim)
-    units = [min(unit, weight.shape[dim]) for unit, dim in zip(format.units(), dims, strict=True)]
-    outer = {dim: _outer(index[dim], unit, weight.shape[dim]) for dim, unit in zip(dims, units, strict=True)}
-    box = tuple(outer.get(dim, ranges) for dim, ranges in enumerate(index))
-    where = weight.placements(placement)
-    shapes = {part: tuple(local_shape(where[part], weight.parts[part].shape, rank)) for part in weight.parts}
-    if any(not ranges for ranges in index):
-        return {part: torch.empty(shape, dtype=weight.parts[part].dtype) for part, shape in shapes.items()}
-    values = dense(name, box)
-    values = values.transpose(-1, -2) if weight.transposed else values
-    tensors = format.quantize(values)
-    shape = tuple(values.shape)
+def quantize_from_files(
+    params: Mapping[str, nn.Parameter],
+    weight_map: Mapping[str, str],
+    rank: int,
+    device: torch.device,
+    progress: bool = False,
+) -> None:
+    """Quantize the shard of every parameter from slices of a plain checkpoint."""
+    with OpenFiles() as files:
 
-    def read(suffix: str, wanted: Index | None) -> torch.Tensor:
-        tensor = tensors[suffix]
-        for dim, ranges in enumerate(wanted or ()):
-            tensor = torch.cat([tensor.narrow(dim, a, b - a) for a, b in ranges], dim)
-        return tensor
+        def dense(name: str, stored: Stored, index: Index) -> torch.Tensor:
+            found = read_box(files[weight_map[stored.key]], stored.key, index)
+            return found.to(params[name].spec.dtype)  # type: ignore[attr-defined]
+
+        load_quantizing(params, dense, rank, device, progress)
+
+
+class _Quantized(NamedTuple):
+    """A box of a stored weight, quantized: its tensors, and where its rows and columns are."""
+
+    tensors: Tensors
+    rows: Ranges
+    columns: Ranges
+    shape: tuple[int, ...]
+
+
+def _quantize(name: str, weight: QuantizedWeight, placement: Placement, rank: int, dense: Dense) -> Tensors:
+    """The parts of a shard: of every stored weight that it has rows of, the blocks that these are in."""
+    composition: Composition = weight.source
+    index = local_index(placement, weight.shape, rank)
+    where = weight.placements(placement)
+    quantized: dict[Stored, _Quantized] = {}
+
+    def boxed(stored: Stored) -> _Quantized:
+        if stored not in quantized:
+            rows, columns = _needed(composition, stored, index[weight.row_dim]), index[weight.column_dim]
+            shape, units = stored.shape, stored.format.units()
+            outer = (_outer(rows, units[0], shape[-2]), _outer(columns, units[1], shape[-1]))
+            stack = tuple(index[: len(shape) - 2])
+            values = dense(name, stored, (*stack, *outer))
+            if not bool(torch.isfinite(values).all()):
+                raise CheckpointError(f"{name} ({weight.format}): values with NaN or infinity cannot be quantized")
+            quantized[stored] = _Quantized(stored.format.quantize(values), *outer, tuple(values.shape))
+        return quantized[stored]
 
     found = {}
     for part, form in weight.parts.items():
-        inside = []
-        for axis, ranges in zip(form.axes, local_index(where[part], form.shape, rank), strict=True):
-            held = outer.get(axis.dim) if axis.dim is not None else None
-            blocks = tuple((a // axis.block, -(-b // axis.block)) for a, b in held) if held is not None else ranges
-            inside.append(_positions(blocks, ranges))
-        found[part] = format.load(part, tuple(inside), read, shape).contiguous()
+        axes = form.axes[-2:]
+
+        def load(stored: Stored, box: Index, part: str = part, axes: tuple[Axis, ...] = axes) -> torch.Tensor:
+            held = boxed(stored)
+
+            def read(suffix: str, wanted: Index | None) -> torch.Tensor:
+                tensor = held.tensors[suffix]
+                for dim, ranges in enumerate(wanted or ()):
+                    tensor = torch.cat([tensor.narrow(dim, a, b - a) for a, b in ranges], dim)
+                return tensor
+
+            inside = []
+            for axis, outer, ranges in zip(axes, (held.rows, held.columns), box[-2:], strict=True):
+                blocks = tuple((a // axis.block, -(-b // axis.block)) for a, b in outer)
+                inside.append(ranges if axis.dim is None else _positions(blocks, ranges))
+            stack = tuple(((0, size),) for size in held.shape[:-2])
+            return stored.format.load(part, (*stack, *inside), read, held.shape)
+
+        shape = tuple(local_shape(where[part], form.shape, rank))
+        found[part] = _compose(composition, part, weight, local_index(where[part], form.shape, rank), shape, load)
     return found
+
+
+def _needed(composition: Composition, stored: Stored, rows: Ranges) -> Ranges:
+    """The rows of a stored weight that some rows of a parameter consist of."""
+    pieces = [pieces for pieces in composition.stack if any(piece.stored is stored for piece in pieces)]
+    found: list[tuple[int, int]] = []
+    at = 0
+    for piece in pieces[0]:
+        if piece.stored is stored:
+            shift = piece.start - at
+            found += [
+                (max(a, at) + shift, min(b, at + piece.length) + shift)
+                for a, b in rows
+                if max(a, at) < min(b, at + piece.length)
+            ]
+        at += piece.length
+    return tuple(sorted(found))
 
 
 def _outer(ranges: Ranges, unit: int, size: int) -> Ranges:
     """The ranges, widened to multiples of a unit."""
+    unit = min(unit, size)
     units, _ = covering(ranges, unit, size)
     return elements(units, unit, size)
 
@@ -147,29 +207,36 @@ def _load(
         part = weight.parts[name]
         index = local_index(where[name], part.shape, rank)
         shape = tuple(local_shape(where[name], part.shape, rank))
-        found[name] = _load_part(weight.source, name, weight, index, shape, weight_map, files)
+
+        def load(stored: Stored, box: Index, name: str = name) -> torch.Tensor:
+            return stored.format.load(name, box, reader(stored, weight_map, files), stored.shape)
+
+        found[name] = _compose(weight.source, name, weight, index, shape, load)
     return found
 
 
-def _load_part(
+def _compose(
     composition: Composition,
     name: str,
     weight: QuantizedWeight,
     index: list[Ranges],
     shape: tuple[int, ...],
-    weight_map: Mapping[str, str],
-    files: Any,
+    load: Callable[[Stored, Index], torch.Tensor],
 ) -> torch.Tensor:
+    """A part of a shard, put together of boxes of the stored weights that the parameter consists of."""
     part = weight.parts[name]
-
-    def load(stored: Stored, box: tuple[Ranges, ...]) -> torch.Tensor:
-        return stored.format.load(name, box, reader(stored, weight_map, files), stored.shape)
-
     if 0 in shape:
         return torch.empty(shape, dtype=part.dtype)
     one = not composition.stacked and len(composition.stack[0]) == 1
     if name == "columns":
-        return load(composition.first, tuple(index)).contiguous()
+        found = load(composition.first, tuple(index)).contiguous()
+        for other in composition.stored[1:]:
+            if not torch.equal(load(other, tuple(index)), found):
+                raise CheckpointError(
+                    f"{other.key} ({other.format.name}): its index of groups (act-order) is not that of "
+                    f"{composition.first.key}, with which it is one parameter; that is not supported"
+                )
+        return found
     if one and composition.stack[0][0].length == composition.first.shape[-2]:
         return load(composition.first, tuple(index)).contiguous()
     out = torch.empty(shape, dtype=part.dtype)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...errors import CheckpointError
 from ...tensor.parameter_meta import ParameterMeta
 from ...tensor.quantized import QuantizedTensor, QuantizedWeight
 from ...tensor.sharded_tensor import ShardedTensor
+from ..weight_map import open_file
 from .pieces import Composition
 from .stored import Stored
 
@@ -43,6 +45,16 @@ def stored_tensors(name: str, value: ShardedTensor) -> State:
     return found
 
 
+def file_metadata(files: Iterable[str]) -> dict[str, str]:
+    """What the headers of a checkpoint's files say besides their tensors: some formats describe tensors there."""
+    found: dict[str, str] = {}
+    for path in dict.fromkeys(files):
+        if os.path.exists(path):
+            with open_file(path) as handle:
+                found |= handle.metadata() or {}
+    return found
+
+
 def key_of(stored: Stored, suffix: str) -> str:
     """The key of a tensor in the checkpoint."""
     found = stored.keys.get(suffix)
@@ -68,7 +80,7 @@ def stored_state(value: ShardedTensor, parts: Mapping[str, torch.Tensor]) -> Sta
     composition: Composition = weight.source
     found: State = {}
     for stored in composition.stored:
-        tensors = stored.format.store(_parts_of(stored, weight, composition, parts), stored.shape)
+        tensors = stored.format.store(_parts_of(stored, weight, composition, parts), stored.shape, stored.constants)
         for suffix, tensor in {**tensors, **stored.constants}.items():
             found[key_of(stored, suffix)] = tensor.reshape(stored.headers[suffix].shape).contiguous()
     return found
@@ -82,8 +94,8 @@ def _parts_of(
         return dict(parts)
     found: State = {}
     for name, tensor in parts.items():
-        if name == "columns":
-            found[name] = tensor
+        if name == "columns":  # all weights have the same, and files have no tensors that share memory
+            found[name] = tensor.clone()
             continue
         axis = weight.parts[name].axes[-2]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 
@@ -77,6 +78,17 @@ def find_stored(
     return found, rest
 
 
+def new_stored(key: str, format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> Stored:
+    """A weight that will be quantized: without a checkpoint, or from the tensor of this name in a plain one."""
+    return Stored(key, format, {}, shape, dict(_headers(format, shape, dtype)), format.new_constants(shape, dtype))
+
+
+@lru_cache(maxsize=256)
+def _headers(format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    tensors = format.quantize(torch.empty(shape, dtype=dtype, device="meta"))
+    return {suffix: tensor.to("meta") for suffix, tensor in tensors.items()}
+
+
 def with_stored(header: Header, stored: Mapping[str, Stored], dtype: torch.dtype) -> Header:
     """Headers in which a quantized weight is one tensor."""
 
@@ -103,13 +115,18 @@ def _stored(base: str, key: str, format: Format, weight_map: Mapping[str, str], 
 
     def read(suffix: str, index: Index | None) -> torch.Tensor:
         with open_file(weight_map[base + suffix]) as handle:
-            return handle.get_tensor(base + suffix)  # type: ignore[no-any-return]
+            return read_box(handle, base + suffix, index)
 
     headers = {s: header(base + s) for s in format.tensors((1, 1)) if base + s in weight_map}
     try:
         shape = format.shape(headers, read)
+        format = format.refined(headers, read)
+    except CheckpointError as error:
+        raise CheckpointError(f"{base} ({format.name}): {error}") from None
     except KeyError as error:
         raise CheckpointError(f"{base} ({format.name}): {base}{error.args[0]} is missing in the checkpoint") from None
+    except ValueError as error:
+        raise CheckpointError(f"{base} ({format.name}): {error}") from None
     problems = []
     for suffix, expected in format.tensors(shape).items():
         if suffix not in headers:

@@ -7,6 +7,7 @@ import torch
 from kernels.quantized.cases import CASES
 
 from paraxis.kernels.quantized import Encoding, Parts, dequantize
+from paraxis.kernels.quantized.dequantize import decode
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -29,3 +30,10 @@ def test_products_are_rounded_to_the_dtype_of_the_format() -> None:
 def test_no_rows() -> None:
     parts = Parts(torch.empty(0, 32, dtype=torch.int8), torch.empty(0, 2))
     assert dequantize(parts, Encoding((1, 16)), 32, torch.float32).shape == (0, 32)
+
+
+def test_every_float8_is_that_of_torch() -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    numbers = every[~every.float().isnan()]
+    for codes in (every, numbers, numbers[:0]):
+        assert torch.equal(decode(codes, Encoding(), 0).nan_to_num(7), codes.float().nan_to_num(7))

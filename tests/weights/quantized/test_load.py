@@ -68,9 +68,14 @@ def test_without_a_checkpoint_weights_are_the_same_on_any_number_of_ranks(
         assert all(torch.equal(several[name], tensor) for name, tensor in one.items())
 
 
+def can_be_sliced(case: str) -> bool:
+    """Whether blocks are quantized each for itself: not in the order of activations, nor with quantized scales."""
+    return "ordered" not in case and "nested" not in case and CASES[case].format.linears
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [name for name in CASES if can_be_sliced(name)])
 def test_slices_are_quantized_as_the_full_weight(case: str, world: int, dim: int) -> None:
     format = CASES[case].format
     torch.manual_seed(0)
@@ -81,7 +86,7 @@ def test_slices_are_quantized_as_the_full_weight(case: str, world: int, dim: int
     expected = CASES[case].dequantize(tensors, (72, 96)).float()
     placement = Shard.of(dim, Layout.even((72, 96)[dim], world, 2))
 
-    def dense(name: str, index: Any) -> torch.Tensor:
+    def dense(name: str, stored: Stored, index: Any) -> torch.Tensor:
         found = weight
         for d, ranges in enumerate(index):
             found = torch.cat([found.narrow(d, a, b - a) for a, b in ranges], d)

@@ -21,17 +21,23 @@ def test_parts_are_stored_as_they_were_read(case: str) -> None:
     torch.manual_seed(0)
     tensors = format.quantize(torch.randn(64, 96))
 
-    def read(suffix: str, index: object) -> torch.Tensor:
-        return tensors[suffix]
+    def read(suffix: str, index: tuple[tuple[tuple[int, int], ...], ...] | None) -> torch.Tensor:
+        found = tensors[suffix]
+        for dim, ((start, stop),) in enumerate(index or ()):
+            found = found.narrow(dim, start, stop - start)
+        return found
 
     headers = {suffix: tensor.to("meta") for suffix, tensor in tensors.items()}
+    format = format.refined(headers, read)
     parts = {}
-    for name, form in format.forms(headers).items():
+    for name, form in format.forms(headers, (64, 96)).items():
         rows = 64 if form.rows.follows == "rows" else form.rows.size
         columns = 96 if form.columns.follows == "columns" else form.columns.size
         dims = (-(-rows // form.rows.block), -(-columns // form.columns.block))
-        parts[name] = format.load(name, tuple(((0, n),) for n in dims), read, (64, 96))
-    stored = format.store(parts, (64, 96))
+        index = tuple(((0, n),) for n in dims)
+        parts[name] = format.load(name, index[1:] if name == "columns" else index, read, (64, 96))
+    constants = {suffix: tensors[suffix] for suffix in format.constants() if suffix in tensors}
+    stored = format.store(parts, (64, 96), constants)
     for suffix, tensor in stored.items():
         before = tensors[suffix]
         assert tensor.dtype == before.dtype and tensor.numel() == before.numel()

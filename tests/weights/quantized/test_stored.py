@@ -107,3 +107,88 @@ def test_bad_checkpoints(name: str, ranks: Callable[[int], RankPool], tmp_path: 
     folder = damaged(tmp_path, tensors=tensors, config=config)
     for found in ranks(2).run(error, folder):
         assert "CheckpointError" in found and message in found, found
+
+
+def static_inputs(data: dict[str, Any]) -> None:
+    """Inputs are quantized by a scale that the checkpoint does not have."""
+    group = data["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"] = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+
+
+STATE = "weight.quant_state.bitsandbytes__nf4"
+OTHERS: dict[str, tuple[str, Any, Any, str]] = {
+    "a shape that lies": (
+        "ct-int4",
+        change(f"{Q}.weight_shape", lambda t: t + 8),
+        None,
+        f"{Q} (pack-quantized): weight_packed has shape (96, 12) for a weight of (104, 104), which needs (104, 13)",
+    ),
+    "zero points are missing": (
+        "ct-int4-asymmetric",
+        change(f"{Q}.weight_zero_point", None),
+        None,
+        f"{Q} (pack-quantized): {Q}.weight_zero_point is missing in the checkpoint",
+    ),
+    "another group size": (
+        "awq",
+        None,
+        options(group_size=32),
+        f"{Q} (awq): qzeros has shape (6, 12) for a weight of (96, 96), which needs (3, 12)",
+    ),
+    "an index of groups out of range": (
+        "gptq-ordered",
+        change(f"{Q}.g_idx", lambda t: t.index_fill(0, torch.tensor([7]), 6)),
+        None,
+        f"{Q} (gptq): g_idx has 6, and there are 6 groups of 16 inputs",
+    ),
+    "an index of groups that should not be": (
+        "gptq-ordered",
+        None,
+        options(desc_act=False),
+        f"{Q} (gptq): g_idx is not in order, but quantization_config has desc_act=False",
+    ),
+    "scales of blocks are too few": (
+        "bnb-nf4",
+        change(f"{Q}.weight.absmax", lambda t: t[:-1]),
+        None,
+        f"{Q} (bitsandbytes 4-bit): weight.absmax has shape (143,) for a weight of (96, 96), which needs (144,)",
+    ),
+    "a state that cannot be read": (
+        "bnb-nf4",
+        change(f"{Q}.{STATE}", lambda t: t[:-3]),
+        None,
+        f"{Q} (bitsandbytes 4-bit): {STATE} cannot be read: JSONDecodeError",
+    ),
+    "no scale of inputs": (
+        "ct-float8-tensor",
+        None,
+        static_inputs,
+        f"{Q}.weight: input_scale, by which its inputs are quantized, is missing in the checkpoint",
+    ),
+    "NaN": (
+        "ct-int8",
+        change(f"{GATE}.weight_scale", set_at((170, 2), float("nan"))),
+        None,
+        f"{GATE}.weight (pack-quantized, (176, 96)): scales have NaN or infinity",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_bad_checkpoints_of_other_formats(name: str, ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    case, tensors, config, message = OTHERS[name]
+    folder = damaged(tmp_path, case, tensors=tensors, config=config)
+    for found in ranks(2).run(error, folder):
+        assert "CheckpointError" in found and message in found, found
+
+
+def experts_differ(state: dict[str, torch.Tensor]) -> None:
+    """One expert has its groups in another order."""
+    key = next(key for key in state if ".experts.1." in key and key.endswith(".g_idx"))
+    state[key] = state[key].flip(0).contiguous()
+
+
+def test_experts_with_different_orders_are_refused(ranks: Callable[[int], RankPool], tmp_path: Path) -> None:
+    folder = damaged(tmp_path, "gptq-ordered", tensors=experts_differ, kind="moe")
+    for found in ranks(2).run(error, folder):
+        assert "is not that of" in found and "experts.1." in found and "act-order" in found, found
