@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from . import bench, calibrate, code, demo, diff, doctor, explain, export, generate, plan, verify
+from . import bench, calibrate, code, demo, diff, doctor, explain, export, generate, plan, serve, verify
 from ._errors import signals_raise
 
 COMMANDS: dict[str, Callable[..., Any]] = {
@@ -23,6 +23,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "export": export.command,
     "verify": verify.command,
     "generate": generate.command,
+    "serve": serve.command,
     "bench": bench.command,
     "doctor": doctor.command,
     "calibrate": calibrate.command,

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from .torch import scaled_dot_product_attention
 
 __all__ = ["PACKED_ATTENTION", "capture_packed_attention"]
 

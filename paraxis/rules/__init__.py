@@ -14,6 +14,7 @@ from . import (
     loss,
     matmul,
     normalization,
+    paged_attention,
     pointwise,
     reduction,
     split,

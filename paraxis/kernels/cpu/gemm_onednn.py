@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from ...compat.torch import mkldnn_enabled
+from ...compat.torch import linear, mkldnn_enabled
 from .build import cpu_vendor, is_plain
 
 MIN_MULTIPLICATIONS = 1 << 23
@@ -63,7 +62,7 @@ def fits(x: Any, weight: Any) -> bool:
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     result = onednn_linear(x, weight, bias)
-    return F.linear(x, weight, bias).contiguous() if result is None else result
+    return linear(x, weight, bias).contiguous() if result is None else result
 
 
 _library = torch.library.Library("paraxis", "FRAGMENT")

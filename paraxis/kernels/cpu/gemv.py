@@ -10,8 +10,8 @@ import ctypes
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
+from ...compat.torch import linear as torch_linear
 from ...compat.torch import must_use_aten
 from . import gemm_onednn
 from .build import call_struct, cpu_vendor, is_plain, load_kernel
@@ -31,7 +31,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         result = matmul(x, weight, bias)
         if result is not None:
             return result
-    return F.linear(x, weight, bias)
+    return torch_linear(x, weight, bias)
 
 
 def is_faster(count: int, column_major: bool) -> bool:
@@ -109,7 +109,7 @@ def fits(x: Any, weight: Any) -> bool:
 
 def _gemv_or_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     result = _gemv(x, weight, bias)
-    return F.linear(x, weight, bias).contiguous() if result is None else result
+    return torch_linear(x, weight, bias).contiguous() if result is None else result
 
 
 def _grouped_mm_fake(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
+from ...compat.torch import scaled_dot_product_attention
 from .build import LANES, call_struct, contiguous_rows, load_kernel, pointers, strides, threads_for
 
 MAX_LENGTH = 1024
