@@ -4,6 +4,10 @@ Every contender runs in a process of its own, one after the other, on random wei
 device. The floor of a token is the time to read the weights and the KV cache once at the memory's bandwidth; that of a
 prefill is its arithmetic at the rate of large GEMMs. ``--tp-of 8`` measures one rank of 8 with a fake process group,
 whose collectives cost nothing. On a CPU: ``--device cpu --dtype float32 --layers 2 --set hidden_size=64 --set ...``.
+
+With ``--together`` the processes of all contenders, also of several shapes (``--shape llama8b,gpt2-xl``), prepare at
+the same time: imports, weights, compilation, the calls before the timed ones. Then they take turns: while one is timed,
+the others wait. The figures of a first call are left out then.
 """
 
 from __future__ import annotations
@@ -16,9 +20,11 @@ import platform
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -30,6 +36,8 @@ ARITHMETIC = 790e12
 """FLOP/s of large bfloat16 GEMMs on it."""
 MARK = "RESULT "
 """Begins the line with the figures in what a contender prints."""
+READY = "READY"
+"""What a contender prints when it waits for its turn."""
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama8b": {
@@ -97,13 +105,41 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+QUANTIZATION: dict[str, dict[str, Any]] = {
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+    "int4": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 128,
+                },
+            }
+        },
+    },
+}
+"""What a quantized checkpoint of the shape would have in its configuration."""
+BYTES_OF_WEIGHT = {"fp8": 1 + 4 / 128**2, "int4": 0.5 + 2 / 128}
+"""Of a quantized linear layer, with its scales."""
+
+
 # -- arguments -----------------------------------------------------------------------------------------------------
 
 
 def arguments() -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="llama8b", help=f"{', '.join(SHAPES)}, or the path of a config.json")
+    parser.add_argument(
+        "--shape", default="llama8b", help=f"{', '.join(SHAPES)}, or the path of a config.json; several with --together"
+    )
     parser.add_argument("--layers", type=int, help="use so many layers only")
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="a field of the configuration"
@@ -113,17 +149,23 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", choices=sorted(QUANTIZATION), help="random quantized weights, for Paraxis")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--contenders", default="eager,static,paraxis,paraxis-eager", help=", ".join(CONTENDERS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--lengths", type=int, default=0, help="also count compilations of so many prompt lengths")
     parser.add_argument("--again", action="store_true", help="start each contender twice, with the caches of the first")
+    parser.add_argument(
+        "--together", action="store_true", help="prepare all contenders at once; they are timed in turn"
+    )
+    parser.add_argument("--profile", type=Path, help="folder for the kernels of a prefill and of decode steps")
     parser.add_argument("--timeout", type=float, default=560.0, help="seconds that a contender may take")
     parser.add_argument("--json", type=Path, help="file for the figures; those of other runs in it stay")
     parser.add_argument("--markdown", type=Path, help="file for the table")
     parser.add_argument("--alone", help=argparse.SUPPRESS)  # the contender that this process is
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--first-only", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--waits", action="store_true", help=argparse.SUPPRESS)  # for its turn, before it is timed
     return parser.parse_args()
 
 
@@ -168,6 +210,7 @@ def paraxis_model(options: argparse.Namespace, config: Any, **extra: Any) -> tup
     from transformers import AutoModelForCausalLM
 
     from paraxis import ParallelExecutionCtx, parallelize_model
+    from paraxis.weights import materialize
 
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
     if options.tp_of > 1:
@@ -181,6 +224,9 @@ def paraxis_model(options: argparse.Namespace, config: Any, **extra: Any) -> tup
     ctx = ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=device)  # type: ignore[arg-type]
     with torch.device("meta"):
         config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+    if options.quantization:
+        config.quantization_config = QUANTIZATION[options.quantization]
+        materialize.initialize_quantized = random_codes
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         model = parallelize_model(
@@ -195,6 +241,30 @@ def paraxis_model(options: argparse.Namespace, config: Any, **extra: Any) -> tup
     return initialized(model.eval()), ctx
 
 
+def random_codes(params: dict[str, Any], init_fn: Any, seed: int, rank: int, device: Any) -> None:
+    """Make quantized parameters of random codes on the device: quantizing random numbers takes minutes."""
+    import torch
+
+    from paraxis.placement import local_shape
+    from paraxis.weights.load import _finish
+
+    for parameter in params.values():
+        meta = parameter.spec
+        weight, found = meta.quantized, {}
+        where = weight.placements(meta.placement)
+        for name, part in weight.parts.items():
+            shape = tuple(local_shape(where[name], part.shape, rank))
+            if name == "scales":  # so that values are about 0.02
+                size = 0.0125 if part.dtype.itemsize > 1 and not weight.encoding.packed else 0.005
+                found[name] = torch.full(shape, size, dtype=torch.float32, device=device).to(part.dtype)
+            elif part.dtype.is_floating_point:
+                found[name] = torch.randn(shape, dtype=torch.bfloat16, device=device).to(part.dtype)
+            else:
+                found[name] = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(part.dtype)
+        shard = weight.assemble(found, meta.placement, rank, meta.dtype)
+        _finish(parameter, meta, shard, rank, None)
+
+
 def initialized(model: Any) -> Any:
     """A model with small random weights."""
     import torch
@@ -202,6 +272,8 @@ def initialized(model: Any) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            if hasattr(local, "encoding"):
+                continue
             local.normal_(std=0.02)
     model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
     return model
@@ -276,6 +348,10 @@ def alone(options: argparse.Namespace) -> dict[str, Any]:
     compiled = ctx.compile_times if ctx is not None else 0
     for _ in range(2):
         timed(1), timed(options.new)
+    if options.waits:
+        del result["first_call_s"], result["first_token_s"]
+        wait_for_turn()
+        timed(1), timed(options.new)
     prefill = [timed(1) for _ in range(options.repeats)]
     total = [timed(options.new) for _ in range(options.repeats)]
     result["ttft_ms"] = median(prefill) * 1e3
@@ -284,6 +360,13 @@ def alone(options: argparse.Namespace) -> dict[str, Any]:
         result["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     if ctx is not None:
         result["recompiled"] = ctx.compile_times - compiled
+        if ctx.state.early_launches is not None:
+            result["early_launches"] = [ctx.state.early_launches.taken, ctx.state.early_launches.wasted]
+    if options.profile is not None:
+        options.profile.mkdir(parents=True, exist_ok=True)
+        name = f"{Path(options.shape).stem}-{options.alone}-{options.tp_of}-{options.batch}"
+        for count in (1, 9):
+            (options.profile / f"{name}-{count}.txt").write_text(kernels_of(lambda count=count: timed(count)))
     if options.lengths and ctx is not None:
         compiled = ctx.compile_times
         lengths = sorted({1 + round(i * 2999 / max(options.lengths - 1, 1)) for i in range(options.lengths)})
@@ -294,6 +377,34 @@ def alone(options: argparse.Namespace) -> dict[str, Any]:
         timed(500)
         result["recompiled_by_500_tokens"] = ctx.compile_times - compiled
     return result
+
+
+def wait_for_turn() -> None:
+    """Tell the process that started this one that it is ready, and wait until it may use the device alone."""
+    print(READY, flush=True)
+    sys.stdin.readline()
+
+
+def kernels_of(call: Callable[[], Any]) -> str:
+    """The kernels of a call on the device, with how often each ran and for how long, in microseconds."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        seconds = call()
+    kernels = [event for event in profiler.events() if event.device_type.name == "CUDA"]
+    by_name: dict[str, list[float]] = {}
+    for event in kernels:
+        by_name.setdefault(event.name, []).append(event.time_range.elapsed_us())
+    busy = sum(map(sum, by_name.values()))
+    ranges = [event.time_range for event in kernels]
+    span = max(each.end for each in ranges) - min(each.start for each in ranges)
+    lines = [
+        f"{seconds * 1e6:.0f} us; {span:.0f} us from first to last of {len(kernels)} kernels, busy for {busy:.0f} us"
+    ]
+    for name, times in sorted(by_name.items(), key=lambda each: -sum(each[1])):
+        lines.append(f"{sum(times):10.0f} {len(times):6d} {sum(times) / len(times):9.1f}  {name[:150]}")
+    return "\n".join(lines) + "\n"
 
 
 def synchronize(options: argparse.Namespace) -> None:
@@ -328,6 +439,10 @@ def floors(options: argparse.Namespace) -> dict[str, float]:
         read += parameter.numel() * (min(experts, chosen * options.batch) / experts if is_expert else 1)
         if parameter is not head and parameter.dim() > 1:
             computed += parameter.numel() * (chosen / experts if is_expert else 1)
+    if options.quantization:
+        linear = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)) - head.numel()
+        item = torch.empty((), dtype=getattr(torch, options.dtype)).itemsize
+        read -= linear * (1 - BYTES_OF_WEIGHT[options.quantization] / item)
     layers, heads = config.num_hidden_layers, config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -358,39 +473,108 @@ def main() -> int:
             found = {"error": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]}
         print(MARK + json.dumps(found), flush=True)
         return 1 if "error" in found else 0
+    if options.together:
+        return together(options)
     floor = floors(options)
     gc.collect()
     results = {}
     for name in options.contenders.split(","):
-        if options.tp_of > 1 and CONTENDERS[name][1] is transformers_model:
-            continue  # it has no ranks
+        if (options.tp_of > 1 or options.quantization) and CONTENDERS[name][1] is transformers_model:
+            continue  # it has no ranks, and no random quantized weights
         print(f"{CONTENDERS[name][0]} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as caches:
             results[name] = in_a_process(name, options, caches)
             if options.again and "error" not in results[name]:
                 again = in_a_process(name, options, caches, "--first-only")
                 results[name]["first_token_again_s"] = again.get("first_token_s")
-    found = {"options": described(options), "floor": floor, "results": results}
-    text = page(found)
-    print(text)
-    if options.json is not None:
-        runs = json.loads(options.json.read_text()) if options.json.is_file() else []
-        options.json.write_text(json.dumps([*runs, found], indent=1))
-    if options.markdown is not None:
-        options.markdown.write_text(text)
+    write(options, [{"options": described(options), "floor": floor, "results": results}])
     return 0
 
 
-def in_a_process(name: str, options: argparse.Namespace, caches: str, *more: str) -> dict[str, Any]:
-    """The figures of a contender, or its error. ``caches`` is the folder of what it compiles."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--alone", name, "--started", str(time.time()), *more]
+def write(options: argparse.Namespace, tables: list[dict[str, Any]]) -> None:
+    """Print the tables, and write the files that were asked for."""
+    text = "\n".join(map(page, tables))
+    print(text)
+    if options.json is not None:
+        runs = json.loads(options.json.read_text()) if options.json.is_file() else []
+        options.json.write_text(json.dumps([*runs, *tables], indent=1))
+    if options.markdown is not None:
+        options.markdown.write_text(text)
+
+
+def together(options: argparse.Namespace) -> int:
+    """All contenders of all shapes: they prepare at the same time and are timed in turn."""
+    runs = []
+    deadline = time.monotonic() + options.timeout
+    with tempfile.TemporaryDirectory() as caches, tempfile.TemporaryDirectory() as logs:
+        for shape in options.shape.split(","):
+            for name in options.contenders.split(","):
+                if options.tp_of > 1 and CONTENDERS[name][1] is transformers_model:
+                    continue
+                command, environment = started_by(name, str(Path(caches) / f"{Path(shape).stem}-{name}"))
+                log = Path(logs) / f"{len(runs)}.txt"
+                with log.open("w") as errors:
+                    process = subprocess.Popen(
+                        [*command, "--shape", shape, "--waits"],
+                        env=environment,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        text=True,
+                    )
+                runs.append((shape, name, process, log))
+        watch = threading.Timer(options.timeout, lambda: [process.kill() for _, _, process, _ in runs])
+        watch.daemon = True
+        watch.start()
+        lines = [until(READY, process) for _, _, process, _ in runs]  # all are ready, or have failed
+        results: dict[str, dict[str, Any]] = {}
+        for (shape, name, process, log), printed in zip(runs, lines, strict=True):
+            if process.poll() is None:
+                with suppress(OSError):
+                    process.stdin.write("go\n")  # type: ignore[union-attr]
+                    process.stdin.flush()  # type: ignore[union-attr]
+                printed += until(MARK, process)
+                process.wait()
+            found = next((json.loads(x[len(MARK) :]) for x in printed if x.startswith(MARK)), None)
+            late = " (out of time)" if time.monotonic() > deadline else ""
+            results.setdefault(shape, {})[name] = found or {"error": f"ended with {process.returncode}{late}"}
+            if found is None or "error" in found:
+                print(f"{shape} {name}: {log.read_text()[-3000:]}", file=sys.stderr)
+        watch.cancel()
+    tables = []
+    for shape, found in results.items():
+        own = argparse.Namespace(**{**vars(options), "shape": shape})
+        tables.append({"options": described(own), "floor": floors(own), "results": found})
+    write(options, tables)
+    return 0
+
+
+def until(mark: str, process: subprocess.Popen[str]) -> list[str]:
+    """What a process prints up to a line that begins so, or to its end."""
+    lines = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line)
+        if line.startswith((mark, MARK)):
+            break
+    return lines
+
+
+def started_by(name: str, caches: str) -> tuple[list[str], dict[str, str]]:
+    """The command that runs a contender alone, and its environment. ``caches`` is the folder of what it compiles."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--alone", name, "--started", str(time.time())]
     folders = {key: str(Path(caches) / key.lower()) for key in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     root = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, **folders, "PARAXIS_CACHE": str(Path(caches) / "paraxis"), "PYTHONPATH": path}
+    return command, {**os.environ, **folders, "PARAXIS_CACHE": str(Path(caches) / "paraxis"), "PYTHONPATH": path}
+
+
+def in_a_process(name: str, options: argparse.Namespace, caches: str, *more: str) -> dict[str, Any]:
+    """The figures of a contender, or its error."""
+    command, environment = started_by(name, caches)
     try:
         done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=options.timeout, check=False
+            [*command, *more], env=environment, capture_output=True, text=True, timeout=options.timeout, check=False
         )
     except subprocess.TimeoutExpired:
         return {"error": f"more than {options.timeout:g} s"}
@@ -409,7 +593,7 @@ def described(options: argparse.Namespace) -> dict[str, Any]:
     import transformers
 
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"{os.cpu_count()} CPU cores"
-    names = ("shape", "layers", "set", "tp_of", "batch", "prompt", "new", "dtype")
+    names = ("shape", "layers", "set", "tp_of", "batch", "prompt", "new", "dtype", "quantization")
     return {
         **{name: getattr(options, name) for name in names},
         "device": device,
@@ -440,7 +624,8 @@ def page(found: dict[str, Any]) -> str:
     layers = f", {options['layers']} layers" if options["layers"] else ""
     lines = [
         f"**{options['shape']}**{layers}: {floor['parameters'] / 1e9:.2f}B parameters, one rank of {options['tp_of']}, "
-        f"batch {options['batch']}, prompt {options['prompt']}, {options['new']} new tokens, {options['dtype']}; "
+        f"batch {options['batch']}, prompt {options['prompt']}, {options['new']} new tokens, {options['dtype']}"
+        f"{' with weights in ' + options['quantization'] if options['quantization'] else ''}; "
         f"{options['device']}, torch {options['torch']}, transformers {options['transformers']}, {options['date']}. "
         "Ratios are to the floor and, behind the bar, to the faster one of transformers.",
         "",

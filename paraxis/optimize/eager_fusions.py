@@ -33,9 +33,11 @@ MAX_POLYNOMIAL_NODES = 16
 
 
 def fuse_eager_operators(module: GraphModule) -> int:
-    """Fuse GELUs that are written out, and drop reshapes around linear layers, in place; how many of both."""
+    """Fuse GELUs that are written out, and drop slices of everything and reshapes around linear layers, in place; how
+    many of all three."""
     graph = module.graph
     count = sum(_fuse_gelu(node) for node in graph.find_nodes(op="call_function", target=aten.tanh.default))
+    count += sum(_drop_slice(node) for node in graph.find_nodes(op="call_function", target=aten.slice.Tensor))
     count += sum(_drop_reshapes(module, node) for node in graph.find_nodes(op="call_function", target=RESHAPE))
     return tidied(module, count)
 
@@ -132,6 +134,23 @@ def _other_operand(node: Node, operand: Node) -> Any:
         return None
     left, right = node.args
     return right if left is operand else left
+
+
+# -- slices of everything ----------------------------------------------------------------------------------------------
+
+LAST = 9223372036854775807
+"""The end of a slice without one."""
+
+
+def _drop_slice(node: Node) -> bool:
+    """Use a tensor itself in place of ``x[:]``, a view of it, but for inputs and results of the program."""
+    source, options = node.args[0], tuple(node.args[2:])
+    if options not in ((), (0,), (0, LAST), (None, LAST), (None, None)) or node.kwargs:
+        return False
+    if not isinstance(source, Node) or source.op != "call_function" or any(u.op == "output" for u in node.users):
+        return False
+    node.replace_all_uses_with(source)
+    return True
 
 
 # -- reshapes around linear layers -------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.nn.functional import scaled_dot_product_attention
 
-from ..compat.torch import must_use_aten
+from ..compat.torch import must_use_aten, scaled_dot_product_attention
+from ..graph.nodes import tidied
 from ..kernels.cpu.decode_attention import decode_attention
 from ..tensor.graph_io import wrap_shard
 from ..tensor.sharded_tensor import unwrap
@@ -47,11 +47,24 @@ def append_kv_cache_in_place(module: GraphModule, compiled: bool = False) -> int
             isinstance(added, torch.Tensor) and added.dtype != value.dtype
         ):  # concatenation promotes to the cache's dtype
             continue
-        node.target, node.args = target, (*parts, *(() if compiled else (2,)))
+        past = first if compiled or not _is_empty(first) else None
+        node.target, node.args = target, (past, parts[1], *(() if compiled else (2,)))
         count += 1
-    if count:
-        module.recompile()
-    return count
+    return tidied(module, count)
+
+
+def drop_empty_parts(module: GraphModule) -> int:
+    """Concatenate without the empty tensor that a new KV cache begins with; how often. The result is a copy still."""
+    count = 0
+    for node in module.graph.find_nodes(op="call_function", target=aten.cat.default):
+        parts = node.args[0]
+        if not isinstance(parts, (list, tuple)) or len(parts) != 2 or not _is_empty(parts[0]):
+            continue
+        values = [part.meta.get("val") if isinstance(part, Node) else None for part in (*parts, node)]
+        if all(isinstance(x, torch.Tensor) for x in values) and len({x.dtype for x in values}) == 1:  # type: ignore[union-attr]
+            node.args = ([parts[1]], *node.args[1:])
+            count += 1
+    return tidied(module, count)
 
 
 def _is_returned_sharded(node: Node) -> bool:
@@ -67,7 +80,10 @@ def _is_input(node: Any) -> bool:
 
 def _is_empty(node: Any) -> bool:
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == (0,)
+    if not isinstance(value, torch.Tensor) or value.dim() != 1:
+        return False
+    size = value.shape[0]
+    return isinstance(size, int) and size == 0  # a symbolic size may be a value, which nothing can be asked of
 
 
 # -- buffers -------------------------------------------------------------------------------------------------------
@@ -85,13 +101,13 @@ def _use_rows(result: torch.Tensor, length: int) -> torch.Tensor:
     return result
 
 
-def _new_buffer(past: torch.Tensor, new: torch.Tensor, size: list[int], dim: int, rows: int) -> torch.Tensor:
+def _new_buffer(past: torch.Tensor | None, new: torch.Tensor, size: list[int], dim: int, rows: int) -> torch.Tensor:
     """A view of this size at the start of a new buffer, with the rows of ``past`` copied."""
     with torch.inference_mode(False):  # a buffer that can be written to in any mode
         buffer = torch.empty((*size[:dim], rows, *size[dim + 1 :]), dtype=new.dtype, device=new.device)
     result = buffer.narrow(dim, 0, size[dim])
     length = size[dim] - new.shape[dim]
-    if length:
+    if past is not None and length:
         result.narrow(dim, 0, length).copy_(past)
     return result
 
@@ -99,21 +115,27 @@ def _new_buffer(past: torch.Tensor, new: torch.Tensor, size: list[int], dim: int
 # -- as a function -------------------------------------------------------------------------------------------------
 
 
-def append(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
-    """``torch.cat([past, new], dim)``, in the buffer of ``past`` if the rows behind it are free."""
-    if torch.is_grad_enabled() and (past.requires_grad or new.requires_grad):
-        return torch.cat([past, new], dim)
+def append(past: torch.Tensor | None, new: torch.Tensor, dim: int) -> torch.Tensor:
+    """``torch.cat([past, new], dim)``, in the buffer of ``past`` if the rows behind it are free; a new buffer with
+    ``new`` if there is nothing to append to."""
+    if torch.is_grad_enabled() and (new.requires_grad or (past is not None and past.requires_grad)):
+        return torch.cat([new] if past is None else [past, new], dim)
     result, count = _extended(past, new, dim), new.shape[dim]
     result.narrow(dim, result.shape[dim] - count, count).copy_(new)
     return result
 
 
-def _extended(past: torch.Tensor, new: torch.Tensor, dim: int) -> torch.Tensor:
+def _extended(past: torch.Tensor | None, new: torch.Tensor, dim: int) -> torch.Tensor:
     """``past`` with rows for ``new`` behind it, which are not written yet."""
-    length = past.shape[dim] if past.dim() > 1 else 0
+    length = past.shape[dim] if past is not None and past.dim() > 1 else 0
     size = list(new.shape)
     size[dim] += length
-    if length and _owns_free_rows(past, length, new.dtype) and (past.stride(0) or past.shape[0] == 1):
+    if (
+        past is not None
+        and length
+        and _owns_free_rows(past, length, new.dtype)
+        and (past.stride(0) or past.shape[0] == 1)
+    ):
         capacity = past.stride(dim - 1) // past.stride(dim) if past.stride(dim) else 0
         if size[dim] <= capacity:
             return _use_rows(past.as_strided(size, past.stride()), size[dim])

@@ -50,7 +50,7 @@ def drop_causal_masks(module: GraphModule) -> int:
             causal[mask] = value is not None and _is_causal(value, queries)
         if not causal[mask]:
             continue
-        states, options = _states_and_options(node, attention)
+        states, options = states_and_options(node, attention)
         with graph.inserting_before(node):
             prompt = [graph.call_function(aten.slice.Tensor, (x, 2, 0, queries)) for x in states]
             args = (attention.query, *prompt, None, 0.0, True)
@@ -62,28 +62,30 @@ def drop_causal_masks(module: GraphModule) -> int:
     return tidied(module, count)
 
 
-def _states_and_options(node: Node, attention: Attention) -> tuple[list[Any], dict[str, Any]]:
-    """Keys and values, and keyword arguments. Heads are not repeated where the kernel takes fewer of them."""
+def states_and_options(node: Node, attention: Attention, causal: bool = True) -> tuple[list[Any], dict[str, Any]]:
+    """Keys and values, and keyword arguments, for attention without a mask. Heads are not repeated where the kernel
+    takes fewer of them."""
     options = {name: value for name, value in node.kwargs.items() if name in ("scale", "enable_gqa")}
     keys, values = repeated_heads_of(attention.keys), repeated_heads_of(attention.values)
     if keys is None or values is None or keys.repeats != values.repeats:
         return [attention.keys, attention.values], options
-    if not _takes_fewer_heads(node.meta["val"], keys.repeats):
+    if not _takes_fewer_heads(node.meta["val"], keys.repeats, causal):
         return [attention.keys, attention.values], options
     return [keys.source, values.source], {**options, "enable_gqa": True}
 
 
-def _takes_fewer_heads(query: torch.Tensor, repeats: int) -> bool:
-    """Whether the kernel for causal attention takes ``repeats`` query heads per key head, so that none is copied."""
-    if not query.is_cuda or not all(isinstance(n, int) for n in query.shape) or query.shape[1] % repeats:
+def _takes_fewer_heads(query: torch.Tensor, repeats: int, causal: bool) -> bool:
+    """Whether the kernel for attention takes ``repeats`` query heads per key head, so that none is copied."""
+    sizes = [size_hint(n) for n in query.shape]
+    if not query.is_cuda or sizes[1] % repeats:
         return False
     with unset_fake_temporarily(), torch.no_grad():
         like: dict[str, Any] = {"dtype": query.dtype, "device": query.device}
-        all_heads = torch.empty(query.shape, **like)
-        fewer = torch.empty(query.shape[0], query.shape[1] // repeats, *query.shape[2:], **like)
-        kernel = fused_sdp_choice(all_heads, all_heads, all_heads, None, 0.0, True)
+        all_heads = torch.empty(sizes, **like)
+        fewer = torch.empty(sizes[0], sizes[1] // repeats, *sizes[2:], **like)
+        kernel = fused_sdp_choice(all_heads, all_heads, all_heads, None, 0.0, causal)
         return kernel != _MATH_BACKEND and kernel == fused_sdp_choice(
-            all_heads, fewer, fewer, None, 0.0, True, enable_gqa=True
+            all_heads, fewer, fewer, None, 0.0, causal, enable_gqa=True
         )
 
 

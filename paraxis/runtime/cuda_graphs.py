@@ -18,6 +18,7 @@ import torch
 
 from ..compat.torch import foreach_mul
 from ..context import ParallelExecutionCtx
+from ..tensor.quantized import plain_tensors
 from ..tensor.sharded_tensor import shards_version
 from .early_launch import EarlyLaunches
 
@@ -74,7 +75,7 @@ class CUDAGraphReplay:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
             self._results = program(*shards, *arguments)
-        fixed = {_storage(x) for x in (*shards, *(inputs[i] for i in static))}
+        fixed = {_storage(x) for x in plain_tensors((*shards, *(inputs[i] for i in static)))}
         buffers = {_storage(x) for x in self._buffers.values()}
         tensors = [(i, x) for i, x in enumerate(self._results) if isinstance(x, torch.Tensor)]
         by_dtype: dict[torch.dtype, list[int]] = {}
@@ -260,7 +261,7 @@ def _bytes(inputs: Sequence[Any]) -> int:
 
 
 def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return list(map(torch.Tensor.data_ptr, tensors))
+    return list(map(torch.Tensor.data_ptr, plain_tensors(tensors)))
 
 
 def _storage(tensor: torch.Tensor) -> int:

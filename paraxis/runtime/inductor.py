@@ -17,12 +17,14 @@ from torch.fx import GraphModule
 
 from ..compat.dynamo import TracingContext, name_inputs, tracing
 from ..compat.inductor import aliases_allowed, compile_graph, cpp_compile_failed
+from ..compat.paged_attention import PAGED_ATTENTION
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..graph.local_program import info_of
 from ..graph.python_calls import with_python_calls
 from ..passes.lift import Lifted, ResultAt, lifted_of, like_shard
 from ..passes.setting import inductor_options
+from ..tensor.graph_io import wrap_shards
 from ..tensor.sharded_tensor import ShardedTensor, unwrap
 from .block_programs import OutlineOfCall
 from .cuda_graphs import CUDAGraphRunner, on_device, pool_of
@@ -51,7 +53,10 @@ def compile_program(
     """
     lifted, grad = lifted_of(program), torch.is_grad_enabled()
     options = inductor_options(ctx, config)
-    cuda_graphs = bool(options.get("triton.cudagraphs")) and not lifted.dynamic
+    paged = bool(
+        program.graph.find_nodes(op="call_function", target=PAGED_ATTENTION)
+    )  # its KV cache is found by Python
+    cuda_graphs = bool(options.get("triton.cudagraphs")) and not lifted.dynamic and not paged
     # Without gradients the CUDA graphs are our own: Inductor's copy what they are called with.
     options = {**options, "triton.cudagraphs": cuda_graphs and grad, **lifted.inductor}
 
@@ -135,10 +140,14 @@ def _caller(
     known = ShardGuard({i: x for i in lifted.inputs if isinstance(x := inputs_of_graph[i], ShardedTensor)})
     like = blocks.like if blocks is not None else []  # inputs of further blocks are like these
     parameters = [*lifted.parameters, *(blocks.parameters if blocks is not None else ())]
-    wrappers = dict(lifted.wrappers)
+    wrappers: dict[Any, list[int]] = {}
+    for i, arguments in lifted.wrappers.items():
+        wrappers.setdefault(arguments, []).append(i)
     outlined = compiled.program if isinstance(compiled, StartsEagerly) else compiled
     if isinstance(outlined, OutlinedProgram):
-        wrappers.update({outlined.own + i: wrappers[j] for i, j in enumerate(outlined.extra) if j in wrappers})
+        for i, j in enumerate(outlined.extra):
+            if j in lifted.wrappers:
+                wrappers[lifted.wrappers[j]].append(outlined.own + i)
     brought, expected, inputs = picker(lifted.arguments), tuple(lifted.arguments.values()), picker(lifted.inputs)
     own, device = len(lifted.inputs), lifted.device
     scalars = [*lifted.scalars, *(own + i for i, other in enumerate(like) if other in lifted.scalars)]
@@ -180,7 +189,7 @@ def _caller(
                     results = compiled(*shards, *on_device(local, scalars, device))
             ran = True
         if wrappers:
-            results = [wrappers[i](x) if i in wrappers else x for i, x in enumerate(results)]
+            wrap_shards(results := list(results), wrappers)
         if blocks is not None and isinstance(outlined, OutlinedProgram):
             blocks.note(outlined, results)
         return torch.fx.node.map_aggregate(lifted.results, lambda x: results[x.position] if type(x) is ResultAt else x)

@@ -121,3 +121,14 @@ def _program(module: Rows, x: torch.Tensor, all_reduced: bool = False, users: in
     if all_reduced:
         reduced.meta[FULL] = torch.empty(6, 6, device="meta")
     return GraphModule(module, graph)
+
+
+def test_slices_of_everything_are_dropped() -> None:
+    def sliced(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        everything = torch.ops.aten.slice.Tensor(x * 2, 1, 0, 9223372036854775807)
+        part = torch.ops.aten.slice.Tensor(everything, 0, 1, 9223372036854775807)
+        return part + 1, torch.ops.aten.slice.Tensor(x, 1, 0, 9223372036854775807)
+
+    module, inputs = trace(sliced, [torch.rand(3, 4)]), [torch.rand(3, 4)]
+    assert fuse_eager_operators(module) == 1, "an input that is returned is a view still"
+    assert_same_results(module, sliced, inputs)

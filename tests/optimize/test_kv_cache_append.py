@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.fx import Graph, GraphModule
 
-from paraxis.optimize.kv_cache_append import append, append_kv_cache_in_place
+from paraxis.optimize.kv_cache_append import append, append_kv_cache_in_place, drop_empty_parts
 from paraxis.tensor.graph_io import wrap_shard
 
 aten = torch.ops.aten
@@ -104,6 +106,56 @@ def test_only_caches(dim: int, sharded: bool, expected: int) -> None:
         module.recompile()
     a, b = rows(5), rows(1) if dim == -2 else rows(5)
     assert torch.equal(module(a, b), torch.cat([a, b], dim))
+
+
+def concatenation(first: Any, *shapes: tuple[int, ...], dtypes: tuple[torch.dtype, ...] = ()) -> GraphModule:
+    """A concatenation of tensors of these shapes; the first may be a constant."""
+    graph = Graph()
+    dtypes = dtypes or (torch.float32, torch.float32)
+    parts = [graph.call_function(aten.detach.default, (graph.get_attr("first"),)) if first is not None else None]
+    parts = [parts[0] or graph.placeholder("past"), graph.placeholder("new")]
+    for part, shape, dtype in zip(parts, shapes, dtypes, strict=True):
+        part.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+    both = graph.call_function(aten.cat.default, (parts, -2))
+    both.meta["val"] = torch.empty(2, 3, 5, 4, dtype=torch.promote_types(*dtypes), device="meta")
+    graph.output(both)
+    return GraphModule(nn.ParameterDict() if first is None else _with(first), graph)
+
+
+def _with(first: torch.Tensor) -> nn.Module:
+    module = nn.Module()
+    module.register_buffer("first", first)
+    return module
+
+
+def test_empty_parts_are_dropped() -> None:
+    module = concatenation(torch.empty(0), (0,), (2, 3, 5, 4))
+    assert drop_empty_parts(module) == 1
+    assert [node.target for node in module.graph.nodes if node.op == "call_function"] == [aten.cat.default]
+    new = rows(5).transpose(0, 1).contiguous().transpose(0, 1)
+    result = module(new)
+    assert torch.equal(result, new) and result.is_contiguous() and not same_storage(result, new)
+
+
+def test_other_parts_stay() -> None:
+    assert drop_empty_parts(concatenation(None, (2, 3, 1, 4), (2, 3, 4, 4))) == 0
+    assert (
+        drop_empty_parts(concatenation(torch.empty(0), (0,), (2, 3, 5, 4), dtypes=(torch.float64, torch.float32))) == 0
+    )
+
+
+def test_a_new_cache_begins_without_a_constant() -> None:
+    module = concatenation(torch.empty(0), (0,), (2, 3, 5, 4))
+    (both,) = module.graph.find_nodes(op="call_function", target=aten.cat.default)
+    with module.graph.inserting_after(both):
+        module.graph.call_function(wrap_shard, (both, "", (), ""))
+    assert append_kv_cache_in_place(module) == 1
+    called = [node for node in module.graph.nodes if node.op == "call_function"]
+    assert [node.target for node in called] == [append] and called[0].args[0] is None
+    new = rows(5)
+    result = module(new)
+    assert torch.equal(result, new) and not same_storage(result, new)
+    assert append(result, rows(1), 2).data_ptr() == result.data_ptr(), "it has free rows"
 
 
 def test_the_operator_tells_the_strides_of_its_result() -> None:

@@ -1,8 +1,9 @@
 """Triton kernels for decode steps, in place of the operators that they compute.
 
 In the local program of a decode step this finds linear layers on one row (GEMV), with the RMS norm before and the SiLU
-gate after them, and attention of one query on a preallocated KV cache, with the rotary embedding of query and key and
-the writes into the cache. Each becomes one kernel. What does not match exactly stays.
+gate after them; those of a batch (skinny GEMM), with the gate; and attention of one query on a preallocated
+KV cache, with the rotary embedding of query and key and the writes into the cache. Each becomes one kernel. What does
+not match exactly stays.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch.fx import GraphModule
 from ...distributed.operators import all_reduce
 from ...graph.nodes import is_impure
 from .attention import replace_attention
+from .batched_linears import replace_batched_linears
 from .linears import replace_linears
+from .quantized import replace_quantized_linears
 from .scalars import decompose_outer_products, merge_counter_increments
 
 
@@ -37,6 +40,8 @@ def use_decode_kernels(module: GraphModule, examples: Sequence[Any], merge_count
     merge_counter_increments(graph, merge_counters)
     count = replace_attention(graph, inputs)
     count += replace_linears(graph, inputs)
+    count += replace_batched_linears(graph, inputs)
+    count += replace_quantized_linears(graph, inputs)
     graph.eliminate_dead_code(is_impure_node=is_impure)
     module.recompile()
     return count

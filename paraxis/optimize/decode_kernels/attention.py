@@ -23,6 +23,7 @@ from ..patterns import (
     without_added_dims,
     without_repeated_heads,
 )
+from .causal_mask import hides_just_later_keys, hides_later_keys
 from .scalars import simplify_position
 
 aten = torch.ops.aten
@@ -63,10 +64,14 @@ class _KVWrite(NamedTuple):
 
 
 class _DecodeAttention(NamedTuple):
-    """Attention of one query per sequence on a preallocated KV cache."""
+    """Attention of one query per sequence on a preallocated KV cache.
+
+    ``is_causal``: no key after the position that is written is visible. The mask is None if all keys up to there are.
+    """
 
     query: Node
     mask: Any
+    is_causal: bool
     keys: _KVWrite
     values: _KVWrite
     features: int
@@ -92,6 +97,7 @@ def replace_attention(graph: Graph, inputs: dict[Any, Any]) -> int:
                     attention.keys.node,
                     attention.values.node,
                     without_added_dims(attention.mask),
+                    attention.keys.position if attention.is_causal else None,
                     attention.scale,
                 )
                 result = graph.call_function(torch.ops.paraxis.decode_attention.default, args)
@@ -123,7 +129,10 @@ def _decode_attention_of(node: Node, inputs: dict[Any, Any]) -> _DecodeAttention
         return None
     features = cache.shape[-1]
     scale = features**-0.5 if found.scale is None else found.scale
-    return _DecodeAttention(found.query, found.mask, keys, values, features, scale)
+    where = (keys.position, cache.shape[2])
+    mask = None if hides_just_later_keys(found.mask, *where) else found.mask
+    is_causal = hides_later_keys(found.mask, *where)
+    return _DecodeAttention(found.query, mask, is_causal, keys, values, features, scale)
 
 
 def _kv_write_of(states: Any) -> _KVWrite | None:
@@ -169,4 +178,4 @@ def _rope_arguments(attention: _DecodeAttention) -> tuple[Any, ...] | None:
         return None
     cos, sin, mask = (without_added_dims(node) for node in (query.cos, query.sin, attention.mask))
     caches = (keys.cache, values.cache, keys.position)
-    return (query.x, key.x, values.value, cos, sin, *caches, mask, attention.scale)
+    return (query.x, key.x, values.value, cos, sin, *caches, mask, attention.is_causal, attention.scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -53,7 +53,7 @@ class _RMSNorm(NamedTuple):
     eps: float
 
 
-class _Gate(NamedTuple):
+class Gate(NamedTuple):
     """``product = silu(gate) * up`` of two linear layers."""
 
     gate: Node
@@ -69,21 +69,22 @@ def replace_linears(graph: Graph, inputs: dict[Any, Any]) -> int:
             by_row.setdefault(node.args[0], []).append(node)
     count = 0
     for nodes in by_row.values():
-        for group in _groups(nodes):
+        for group in groups_of(nodes):
             _replace_group(graph, group, inputs)
             count += 1
     return count
 
 
-def _groups(nodes: list[Node]) -> Iterator[list[Node]]:
+def groups_of(nodes: list[Node]) -> Iterator[list[Node]]:
     """Linear layers on the same row, as many as one kernel takes: all with a bias, or all without."""
-    biased = [node for node in nodes if _bias_of(node) is not None]
+    biased = [node for node in nodes if bias_of(node) is not None]
     for group in (biased, [node for node in nodes if node not in biased]):
         for start in range(0, len(group), MAX_WEIGHTS):
             yield group[start : start + MAX_WEIGHTS]
 
 
-def _bias_of(node: Node) -> Any:
+def bias_of(node: Node) -> Any:
+    """The bias of a linear layer; None without."""
     return node.args[2] if len(node.args) > 2 else None
 
 
@@ -94,10 +95,13 @@ def _is_gemv(node: Node, inputs: dict[Any, Any]) -> bool:
         return False
     if prod(row.shape[:-1]) != 1 or row.dtype not in KERNEL_DTYPES:
         return False
+    return has_own_parameters(node, inputs, row.dtype) and _is_kernel_weight(weight)
+
+
+def has_own_parameters(node: Node, inputs: dict[Any, Any], dtype: torch.dtype) -> bool:
+    """Whether weight and bias of a linear layer are inputs of the program, contiguous and of this dtype."""
     parameters = [inputs.get(arg) for arg in node.args[1:] if arg is not None]
-    if not all(isinstance(p, torch.Tensor) and p.dtype == row.dtype and p.is_contiguous() for p in parameters):
-        return False
-    return _is_kernel_weight(weight)
+    return all(isinstance(p, torch.Tensor) and p.dtype == dtype and p.is_contiguous() for p in parameters)
 
 
 def _is_kernel_weight(weight: torch.Tensor) -> bool:
@@ -108,29 +112,56 @@ def _is_kernel_weight(weight: torch.Tensor) -> bool:
 
 
 def _replace_group(graph: Graph, linears: list[Node], inputs: dict[Any, Any]) -> None:
-    """Compute linear layers on the same row by one kernel, together with the norm before and the gate after them."""
-    row, weight = linears[0].args[0], inputs[linears[0].args[1]]
-    norm = _rms_norm_of(_unsliced(row), inputs, weight.shape[1])
+    """Compute linear layers on the same row by one kernel."""
+
+    def arguments(nodes: list[Node]) -> tuple[Any, ...]:
+        return [node.args[1] for node in nodes], [bias for node in nodes if (bias := bias_of(node)) is not None]
+
+    sizes = {node: inputs[node.args[1]].shape[0] for node in linears}
+    operators = torch.ops.paraxis.gemv.default, torch.ops.paraxis.rmsnorm_gemv.default
+    fuse(graph, linears, sizes, inputs[linears[0].args[1]].shape[1], inputs, operators, arguments)
+
+
+def fuse(
+    graph: Graph,
+    linears: list[Node],
+    sizes: dict[Node, int],
+    features: int,
+    inputs: dict[Any, Any],
+    operators: tuple[Any, Any],
+    arguments: Callable[[list[Node]], tuple[Any, ...]],
+) -> None:
+    """Compute linear layers on the same row by one kernel, together with the norm before and the gate after them.
+
+    Args:
+        graph: The program.
+        linears: The layers.
+        sizes: How many features each has.
+        features: How many features the row has.
+        inputs: The inputs of the program.
+        operators: The kernel, and the one with a norm.
+        arguments: Those of the kernel between the row and whether there is a gate, for some of the layers.
+    """
+    row = linears[0].args[0]
+    norm = _rms_norm_of(_unsliced(row), inputs, features)
     residual = _residual_sum_of(norm.x) if norm is not None else None
-    gate = _gate_of(linears)
+    gate = gate_of(linears)
     if gate is not None:
         linears = [gate.gate, gate.up]
-    weights = [node.args[1] for node in linears]
-    biases = [bias for node in linears if (bias := _bias_of(node)) is not None]
     # The kernel also returns the residual sum, which others may use before the linear layers.
     first = norm.x.next if norm is not None and residual is not None else min(linears)
     with graph.inserting_before(first):
         if norm is None:
-            result = graph.call_function(torch.ops.paraxis.gemv.default, (row, weights, biases, gate is not None))
+            result = graph.call_function(operators[0], (row, *arguments(linears), gate is not None))
         else:
             terms = (norm.x, None) if residual is None else residual
-            args = (*terms, norm.weight, norm.eps, weights, biases, gate is not None)
-            results = graph.call_function(torch.ops.paraxis.rmsnorm_gemv.default, args)
+            args = (*terms, norm.weight, norm.eps, *arguments(linears), gate is not None)
+            results = graph.call_function(operators[1], args)
             result = graph.call_function(operator.getitem, (results, 0))
             if residual is not None:
                 total = graph.call_function(operator.getitem, (results, 1))
-        sizes = [inputs[weight].shape[0] for weight in weights]
-        outputs = [result] if gate is not None or len(weights) == 1 else _split(graph, result, sizes)
+        one = gate is not None or len(linears) == 1
+        outputs = [result] if one else split_result(graph, result, [sizes[node] for node in linears])
     if norm is not None and residual is not None:
         total.meta["val"] = norm.x.meta.get("val")
         norm.x.replace_all_uses_with(total)
@@ -139,7 +170,7 @@ def _replace_group(graph: Graph, linears: list[Node], inputs: dict[Any, Any]) ->
         node.replace_all_uses_with(output)
 
 
-def _split(graph: Graph, node: Node, sizes: list[int]) -> list[Node]:
+def split_result(graph: Graph, node: Node, sizes: list[int]) -> list[Node]:
     """Slices of these sizes along the last dimension."""
     slices, start = [], 0
     for size in sizes:
@@ -183,12 +214,12 @@ def _residual_sum_of(node: Node) -> tuple[Node, Node] | None:
     return terms
 
 
-def _gate_of(linears: list[Node]) -> _Gate | None:
+def gate_of(linears: list[Node]) -> Gate | None:
     """The gate of two linear layers, where nothing else uses their results."""
     if len(linears) != 2 or any(len(node.users) != 1 for node in linears):
         return None
     for gate, up in (linears, linears[::-1]):
         product = next(iter(up.users))
         if match(_SILU_GATE, product, {"gate": gate, "up": up}) is not None:
-            return _Gate(gate, up, product)
+            return Gate(gate, up, product)
     return None

@@ -38,7 +38,7 @@ def merge_counter_increments(graph: Graph, together: bool = True) -> None:
         value = tensor_of(counter)
         if node.users or node.kwargs or not isinstance(step, int) or value is None or value.numel() != 1:
             continue
-        aliases = _aliases_of_input(counter)
+        aliases = aliases_of_input(counter)
         if aliases is not None and all(order[user] <= order[node] for alias in aliases for user in alias.users):
             merged.setdefault((step, value.dtype), []).append(node)
     end = graph.output_node()
@@ -50,7 +50,7 @@ def merge_counter_increments(graph: Graph, together: bool = True) -> None:
             graph.erase_node(node)
 
 
-def _aliases_of_input(node: Any) -> list[Node] | None:
+def aliases_of_input(node: Any) -> list[Node] | None:
     """All nodes that are the same memory as ``node``: an input, and conversions that return it unchanged.
 
     None if the node is no input, or a conversion that copies.
@@ -79,7 +79,7 @@ def simplify_position(graph: Graph, node: Node) -> None:
     """Replace ``arange(1) + position`` by ``position``: one kernel less for every layer with a counter of its own."""
     for found in matches(_FIRST_POSITION, node):
         position = found["position"]
-        if _is_written(position):
+        if is_written(position):
             continue
         with graph.inserting_before(node):
             same = graph.call_function(aten.reshape.default, (position, [1]))
@@ -88,8 +88,8 @@ def simplify_position(graph: Graph, node: Node) -> None:
         return
 
 
-def _is_written(counter: Node) -> bool:
+def is_written(counter: Node) -> bool:
     """Whether a counter changes before the end of the program: an alias of it would change too."""
-    aliases = _aliases_of_input(counter) or [counter]
+    aliases = aliases_of_input(counter) or [counter]
     users = [user for alias in aliases for user in alias.users]
     return any(user.is_impure() and user.target is not aten._foreach_add_.Scalar for user in users)

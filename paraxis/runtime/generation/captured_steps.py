@@ -34,6 +34,11 @@ class CapturedSteps:
             self._patience -= 1
         self.abandoned = self._patience <= 0
 
+    def restart(self, observer: Any) -> None:
+        """Note a step that has called the model, but not whether it sets attributes: the next one may repeat it."""
+        self.repeats = False
+        self.last = observer.runs[0] if len(observer.runs) == 1 else None
+
     def refuse(self, form: Any) -> None:
         """A capture has failed: with this choice of tokens, or without any."""
         if form is None:

@@ -12,12 +12,13 @@ import torch
 
 from ...compat.dynamo import specialize
 from ...compat.generation import clear_dynamic_cache, fill_dynamic_cache, preallocated_cache, take_states
-from ...compat.torch import foreach_zero
+from ...compat.torch import foreach_copy, foreach_zero
 from ...context import ParallelExecutionCtx
 from ...distributed.consensus import all_gather_object
 from ...tensor.sharded_tensor import ShardedTensor, spec_of
 from .cache_sizes import capacity_for, memory_limit, rows_for
 from .captured_steps import CapturedSteps
+from .late_look import LateLook
 
 MAX_POOLED = 4
 """Kinds of calls whose tensors stay for the next one."""
@@ -46,6 +47,7 @@ class DecodeState:
         signals: What the host looks at: the tokens of a step, whether a sequence has not ended, and ``invalid``.
         captured: CUDA graphs of steps on these tensors.
         cache_bytes: The memory of the KV cache on this rank.
+        look: What the host sees of the steps. The pinned memory that it takes is slow to allocate.
     """
 
     def __init__(
@@ -65,7 +67,9 @@ class DecodeState:
         self.captured = CapturedSteps()
         self.cache_bytes = 0
         self._storages: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._last_places: tuple[Any, list[torch.Tensor]] = None, []
         self._form: Any = None
+        self.look = LateLook(batch, device)
         with torch.inference_mode(False), torch.no_grad():  # tensors that can be written to in any mode
             like: dict[str, Any] = {"dtype": torch.int64, "device": device}
             self.token = torch.zeros(self.rows, 1, **like)
@@ -99,16 +103,23 @@ class DecodeState:
         ``length`` tokens."""
         states = take_states(prefilled)
         self._allocate(states)
-        for (keys, values, _), storages in zip(states, self._storages, strict=True):
-            for state, storage in zip((keys, values), storages, strict=True):
-                local = _local(state)
-                storage[: self.batch, :, length - local.shape[2] : length].copy_(local)
+        found = [_local(state) for keys, values, _ in states for state in (keys, values)]
+        foreach_copy(self._places(length, [x.shape[2] for x in found]), found)
         self.length.fill_(length)
         if self.positions is not None and positions is not None:
             self.positions[: positions.shape[0]].copy_(positions[:, -1:] + 1)
         if self.mask is not None and mask is not None:
             self.mask[: self.batch, :length].copy_(mask)
             self.mask[: self.batch, length:].fill_(1)
+
+    def _places(self, length: int, counts: list[int]) -> list[torch.Tensor]:
+        """The positions of every layer's keys and values that a prefill of ``length`` tokens fills, of which it has the
+        last ``counts``."""
+        if self._last_places[0] != (length, counts):
+            storages = [storage for pair in self._storages for storage in pair]
+            places = [x[: self.batch, :, length - n : length] for x, n in zip(storages, counts, strict=True)]
+            self._last_places = (length, counts), places
+        return self._last_places[1]
 
     def _allocate(self, states: list[tuple[torch.Tensor, torch.Tensor, int | None]]) -> None:
         """Keys and values like these for all positions; zeros, as what is hidden by a mask must be finite."""
@@ -117,6 +128,7 @@ class DecodeState:
             foreach_zero([storage for pair in self._storages for storage in pair])
             return
         self.cache, self._storages, layers = None, [], []
+        self._last_places = None, []
         self.captured = CapturedSteps()
         with torch.inference_mode(False), torch.no_grad():
             for keys, values, window in states:
@@ -193,9 +205,10 @@ class DecodeState:
             other._storages.append((_local(pair[0]), _local(pair[1])))
             layers.append((pair[0], pair[1], layer.is_sliding))
             layer.keys = layer.values = None
+        other.look = self.look
         other.cache, other._form, other.has_run = preallocated_cache(layers, other.length), self._form, True
         other.cache_bytes = _bytes(other._storages)
-        self.cache, self._storages, self.cache_bytes = None, [], 0
+        self.cache, self._storages, self.cache_bytes, self._last_places = None, [], 0, (None, [])
         self.captured = CapturedSteps()
         return other
 

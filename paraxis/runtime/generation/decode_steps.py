@@ -59,6 +59,8 @@ class DecodeSteps:
         self._graph: StepGraph | None = None
         """The graph that stands for the steps now."""
         self._seen: Any = None
+        self._missed = False
+        """Whether a step was not the one of any graph."""
         state.captured.repeats = False  # guards are looked at before a capture, too
 
     def run(self, length: int) -> Chosen:
@@ -118,8 +120,9 @@ class DecodeSteps:
         """A step that calls the model, and notes whether it is like the step before; or the replay of a graph that this
         call turns out to be."""
         captured = self.state.captured
-        attributes = Attributes(self.model, self.state.cache)
         observer = StepObserver(graph for graph in captured.graphs if self._takes(graph))
+        # Looking at all attributes takes longer than a step: for nothing, if this one is the replay of a graph.
+        attributes = Attributes(self.model, self.state.cache) if self._missed or not observer.graphs else None
         with observing(observer):
             outputs = self._call()
         if observer.found is not None:
@@ -132,7 +135,11 @@ class DecodeSteps:
         logits: torch.Tensor = outputs.logits
         del outputs
         self.state.advance()
-        captured.note(observer, attributes.unchanged())
+        if attributes is None:
+            captured.restart(observer)
+        else:
+            captured.note(observer, attributes.unchanged())
+        self._missed = True
         return self._choose(logits, length)
 
     def _takes(self, graph: StepGraph) -> bool:

@@ -9,6 +9,7 @@ from functools import partial, wraps
 from typing import Any
 
 from ...compat.generation import clear_dynamic_cache, has_plain_loop, install_sampling_loop
+from ...compat.generation_config import install_prepared_configs
 from ...config import Config
 from ...context import EngineState, ParallelExecutionCtx
 from ...passes.setting import compiles, inductor_options
@@ -37,6 +38,7 @@ def install_generation_loop(model: Any, ctx: ParallelExecutionCtx, config: Confi
     """Let ``generate`` of a parallel model run the generation loop where it can and where that pays."""
     if has_plain_loop(model):
         install_sampling_loop(model, Generation(ctx, config))
+        install_prepared_configs(model)
         if ctx.current_device.type == "cuda" and config.compile is not None:
             ctx.state.early_launches = EarlyLaunches(ctx.current_device)
     if hasattr(model, "generate"):
@@ -92,12 +94,17 @@ class Generation:
             synced_gpus=synced_gpus,
             **inputs,
         )
-        if not self.works or not fast_generation(self.ctx, self.config):
+        fast = self.works and fast_generation(self.ctx, self.config)
+        if not fast and inputs.get("attention_mask") is None:
             return otherwise(streamer=streamer)
         request = request_of(
             model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, inputs
         )
-        return otherwise(streamer=streamer) if request is None else self._run(model, request, otherwise)
+        if request is None:
+            return otherwise(streamer=streamer)
+        if fast:
+            return self._run(model, request, otherwise)
+        return otherwise(streamer=streamer, attention_mask=request.inputs["attention_mask"])  # none, if it is full
 
     def _run(self, model: Any, request: Request, otherwise: Callable[..., Any]) -> Any:
         """The result of the loop; that of ``otherwise`` if the model does not run with a preallocated cache."""

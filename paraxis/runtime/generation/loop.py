@@ -53,7 +53,7 @@ class GenerationLoop:
         self.offset = request.prompt_length - self.length
         """Positions in the cache beyond the tokens: those of the prompt, if the model gets its embeddings."""
         self.state: DecodeState
-        self.look = LateLook(ids.shape[0], ids.device)
+        self.look: LateLook
         self.generator = _generator_of(ids.device) if request.sample else None
         self.streamed = 0
         """Steps whose tokens the streamer has."""
@@ -79,6 +79,7 @@ class GenerationLoop:
         rows = 0 if positions is None else positions.shape[0]
         state = self.pool.take(batch, capacity, rows, mask is not None, affordable)
         state.start(ids)
+        self.look = state.look
         return state
 
     # -- the way of a call -------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class StepObserver:
     """
 
     def __init__(self, graphs: Iterable[StepGraph] = ()) -> None:
-        self._graphs = list(graphs)
+        self.graphs = list(graphs)
         self.found: StepGraph | None = None
         """The graph that stands for the step: its program has not run."""
         self.runs: list[ProgramRun] = []
@@ -94,7 +94,7 @@ class StepObserver:
         """Run a program, or return the results that it has in the graph."""
         if self.found is not None:
             raise RuntimeError("a decode step that is one program has run a second one")
-        for graph in self._graphs if not self.runs else ():
+        for graph in self.graphs if not self.runs else ():
             if graph.run.is_again(program, shards, inputs):
                 self.found = graph
                 return graph.program_results

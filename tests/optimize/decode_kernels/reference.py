@@ -40,6 +40,13 @@ def gemv(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torc
     return F.silu(results[0]) * results[1] if gated else torch.cat(results, -1)
 
 
+def skinny_gemm(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor], gated: bool
+) -> torch.Tensor:
+    """The same on several rows."""
+    return gemv(x, weights, biases, gated)
+
+
 def rmsnorm_gemv(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -56,11 +63,20 @@ def rmsnorm_gemv(
 
 
 def decode_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    position: torch.Tensor | None,
+    scale: float,
 ) -> torch.Tensor:
-    """Attention of one query per sequence with grouped query heads."""
+    """Attention of one query per sequence with grouped query heads; keys after a position are not visible."""
     if mask is not None and mask.dim() == 2:
         mask = mask[:, None, None]
+    if position is not None:  # what comes later must not matter
+        later = (torch.arange(keys.shape[2], device=keys.device) > position.reshape(1))[None, None, :, None]
+        keys, values = keys.masked_fill(later, 1e3), values.masked_fill(later, 1e3)
+        mask = later[..., 0][:, None].logical_not() if mask is None else mask
     return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=True)
 
 
@@ -74,19 +90,22 @@ def rope_decode_attention(
     values: torch.Tensor,
     position: torch.Tensor,
     mask: torch.Tensor | None,
+    causal: bool,
     scale: float,
 ) -> torch.Tensor:
     """RoPE on query and key, the writes into the KV cache, and attention."""
     cos, sin = (x.view(x.shape[0], 1, 1, x.shape[-1]) for x in (cos, sin))
     keys.index_copy_(2, position.reshape(1), rope(key, cos, sin))
     values.index_copy_(2, position.reshape(1), value)
-    return decode_attention(rope(q, cos, sin), keys, values, mask, scale)
+    return decode_attention(rope(q, cos, sin), keys, values, mask, position if causal else None, scale)
 
 
 _OPERATORS: dict[str, tuple[Callable[..., Any], ...]] = {
     "gemv": (gemv, rmsnorm_gemv),
+    "skinny_gemm": (skinny_gemm,),
     "decode_attention": (decode_attention, rope_decode_attention),
 }
+_CONSTANTS = {"skinny_gemm": {"MAX_ROWS": 64}}
 _WRITTEN = {"rope_decode_attention": ("keys", "values")}
 
 
@@ -100,6 +119,7 @@ def register() -> None:
             writes = _WRITTEN.get(function.__name__, ())
             torch.library.custom_op(f"paraxis::{function.__name__}", function, mutates_args=writes)
         sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(_CONSTANTS.get(module, {}))
         setattr(importlib.import_module("paraxis.kernels.triton"), module, sys.modules[name])
 
 

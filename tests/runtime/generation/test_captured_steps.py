@@ -37,6 +37,18 @@ def test_steps_of_several_programs_are_not() -> None:
         assert not steps.repeats and steps.last is None
 
 
+def test_a_step_that_was_not_watched_is_where_the_next_one_starts_from() -> None:
+    steps = CapturedSteps()
+    for _ in range(PATIENCE):
+        steps.note(step(1), True)
+    assert steps.repeats
+    for _ in range(PATIENCE):
+        steps.restart(step(1))
+        assert not steps.repeats and not steps.abandoned
+    steps.note(step(1), True)
+    assert steps.repeats
+
+
 def test_steps_that_never_repeat_are_abandoned() -> None:
     steps = CapturedSteps()
     for i in range(PATIENCE):

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from models.tiny import build
+from transformers import DynamicCache, GenerationConfig
 
 from paraxis.config import Config
 from paraxis.context import ParallelExecutionCtx
@@ -32,3 +34,22 @@ def test_elsewhere_transformers_own_loop_gets_the_same_arguments() -> None:
     passed = {"logits_processor": [], "stopping_criteria": [], "generation_config": None, "attention_mask": 1}
     assert generation(None, plain, "ids", **passed, streamer=5) == "plain"
     assert calls == [(("ids",), {**passed, "streamer": 5, "synced_gpus": False})]
+
+
+def test_a_mask_that_hides_nothing_is_left_out() -> None:
+    """transformers before 5.18 passes one, with which a program that runs eagerly would attend."""
+    model, found = build("llama", num_hidden_layers=1), []
+
+    def plain(*args: Any, attention_mask: Any, **kwargs: Any) -> None:
+        found.append(attention_mask)
+
+    generation = Generation(ParallelExecutionCtx(current_device=torch.device("cpu")), Config(compile=None))
+    config = GenerationConfig(use_cache=True)
+    config._pad_token_tensor = None
+    full = torch.ones(2, 3, dtype=torch.int64)
+    padded = full.clone()
+    padded[0, 0] = 0
+    for mask in (full, padded):
+        cache = DynamicCache(config=model.config)
+        generation(model, plain, full, [], [], config, attention_mask=mask, past_key_values=cache)
+    assert found[0] is None and found[1] is padded
