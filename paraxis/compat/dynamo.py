@@ -11,8 +11,9 @@ from __future__ import annotations
 import dis
 import logging
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -22,10 +23,17 @@ from torch._C._dynamo.eval_frame import set_code_exec_strategy
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, TorchRuntimeError
 from torch._dynamo.source import (
     AttrSource,
+    CellContentsSource,
+    ClosureSource,
+    DefaultsSource,
     DictGetItemSource,
+    GetItemSource,
     GlobalSource,
     LocalSource,
+    NNModuleSource,
     SubclassAttrListSource,
+    TypeDictSource,
+    TypeMROSource,
     TypeSource,
 )
 from torch._dynamo.types import FrameAction, FrameExecStrategy
@@ -44,6 +52,7 @@ __all__ = [
     "attribute_of",
     "attribute_of_global",
     "buffer_of",
+    "class_attribute_of_module",
     "detect_fake_mode",
     "follow_side_effects",
     "guards_global_constant",
@@ -62,6 +71,7 @@ __all__ = [
     "source_of",
     "specialize",
     "subclass_owner",
+    "traced_methods",
     "tracing",
 ]
 
@@ -236,6 +246,31 @@ def _subclasses(cls: Any) -> Iterator[Any]:
         yield from _subclasses(each)
 
 
+# -- what was traced -----------------------------------------------------------------------------------------------
+
+
+def traced_methods() -> set[tuple[type, str]]:
+    """(class, name) of the methods that are part of the graph that a backend is called with, modules' forwards aside.
+
+    Dynamo has no guards on the methods of objects that a forward creates, such as a KV cache. Told are those of all
+    classes that are defined in the same files, so that a class below another one is among them. torch's own are left
+    out.
+    """
+    codes: list[CodeType] | None = TracingContext.get_traced_code()
+    names: dict[str, set[str]] = {}
+    for code in codes or ():
+        names.setdefault(code.co_filename, set()).add(code.co_name)
+    found: set[tuple[type, str]] = set()
+    for name, module in [*sys.modules.items()]:
+        traced = names.get(getattr(module, "__file__", None) or "")
+        if traced is None or name.split(".")[0] in ("torch", "paraxis"):
+            continue
+        for cls in [*vars(module).values()]:
+            if isinstance(cls, type) and cls.__module__ == name and "forward" not in vars(cls):
+                found.update((cls, method) for method in traced if hasattr(cls, method))
+    return found
+
+
 # -- guards --------------------------------------------------------------------------------------------------------
 
 
@@ -264,6 +299,26 @@ def is_class_attribute_of_local(source: Any) -> bool:
     """Whether it is an attribute of the class of what an argument leads to: ``type(model.layer).forward``."""
     *links, root = _chain(source)
     return type(root) is LocalSource and any(type(link) is TypeSource for link in links)
+
+
+def class_attribute_of_module(source: Any) -> tuple[str, bool] | None:
+    """(name, whether it is inside of it) of the attribute of a module's class that a source is, or is inside of.
+
+    None for anything else: the class itself, the inside of a function, attributes of classes that are no module's.
+    """
+    *links, _ = _chain(source)
+    where = next((i for i, link in enumerate(links) if type(link) is TypeSource), len(links))
+    if where + 1 >= len(links) or not isinstance(links[where + 1], NNModuleSource):
+        return None
+    above = links[:where]
+    while above and type(above[-1]) in (TypeMROSource, TypeDictSource, GetItemSource):
+        above.pop()  # which of the base classes
+    if any(type(link) in (ClosureSource, CellContentsSource, DefaultsSource) for link in above):
+        return None
+    if not above:
+        return ("", True) if where else None  # which names the class has
+    name = above[-1].member if type(above[-1]) is AttrSource else getattr(above[-1], "index", "")
+    return str(name), len(above) > 1
 
 
 def guards_global_constant(entry: Any) -> bool:

@@ -11,12 +11,17 @@ import torch._dynamo.testing
 from torch import nn
 from torch._dynamo.source import (
     AttrSource,
+    CellContentsSource,
+    ClosureSource,
     DictGetItemSource,
     GetItemSource,
     GlobalSource,
     LocalSource,
     SubclassAttrListSource,
+    TypeDictSource,
+    TypeMROSource,
     TypeSource,
+    UnspecializedNNModuleSource,
 )
 from torch.fx import Graph, GraphModule
 
@@ -43,6 +48,17 @@ def test_attributes_of_classes() -> None:
     assert compat.is_class_attribute_of_local(of_class)
     assert not compat.is_class_attribute_of_local(AttrSource(model, "layer"))
     assert not compat.is_class_attribute_of_local(AttrSource(TypeSource(GlobalSource("torch")), "nn"))
+    assert compat.class_attribute_of_module(of_class) is None, "nobody knows that it is a module's"
+    of_module = TypeSource(UnspecializedNNModuleSource(model))
+    members = TypeDictSource(GetItemSource(TypeMROSource(of_module), 1))
+    assert compat.class_attribute_of_module(AttrSource(of_module, "scale")) == ("scale", False)
+    assert compat.class_attribute_of_module(DictGetItemSource(members, "scale")) == ("scale", False)
+    assert compat.class_attribute_of_module(GetItemSource(DictGetItemSource(members, "sizes"), 0)) == ("sizes", True)
+    assert (
+        compat.class_attribute_of_module(members) == ("", True) and compat.class_attribute_of_module(of_module) is None
+    )
+    inside = CellContentsSource(GetItemSource(ClosureSource(AttrSource(of_module, "forward")), 0), "cell_contents")
+    assert compat.class_attribute_of_module(inside) is None
     assert compat.is_training_flag(AttrSource(model, "training"))
     assert not compat.is_training_flag(DictGetItemSource(model, "training"))
 
@@ -86,6 +102,32 @@ def test_guards_of_a_compilation() -> None:
         assert any(map(question, seen)), question
     assert not any(map(compat.guards_subclass_metadata, seen))
     assert compat.source_of(object()) is None
+
+
+class Cache:
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class OtherCache(Cache):
+    pass
+
+
+class MakesCache(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Cache().update(x)
+
+
+def test_methods_of_objects_that_a_forward_makes() -> None:
+    seen: list[set[tuple[type, str]]] = []
+
+    def backend(graph: GraphModule, _: Any) -> Any:
+        seen.append(compat.traced_methods())
+        return graph
+
+    torch.compile(MakesCache(), backend=backend)(torch.ones(2))
+    assert seen[0] >= {(Cache, "update"), (OtherCache, "update")}
+    assert not any(issubclass(cls, MakesCache) or cls.__module__.startswith("torch") for cls, _ in seen[0])
 
 
 _logger = logging.getLogger("model")

@@ -69,6 +69,14 @@ def results_in(state: Path | None, world: int) -> dict[str, Record]:
     return {record["name"]: record for record in records if record["world"] == world}
 
 
+def append(state: Path | None, record: Record) -> None:
+    """Append a result to the file of results."""
+    if state is not None:
+        state.parent.mkdir(parents=True, exist_ok=True)
+        with state.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
 def run_jobs(
     names: Sequence[str],
     world: int,
@@ -99,10 +107,7 @@ def run_jobs(
                 with lock:
                     done[name] = record
                     print(say(record), flush=True)
-                    if state is not None:
-                        state.parent.mkdir(parents=True, exist_ok=True)
-                        with state.open("a") as file:
-                            file.write(json.dumps(record) + "\n")
+                    append(state, record)
         finally:
             pool.close()
 

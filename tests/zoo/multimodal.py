@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,17 @@ from models.compare import context, gradient_errors
 
 from paraxis.plan.work import sharded_fraction
 from ranks import RankPool
-from zoo.check import can_generate, differences, gradients, run
-from zoo.jobs import Record, be_quiet, building, first_line, made_with, results_in, run_jobs
+from zoo import check
+from zoo.check import can_generate, differences, gradients
+from zoo.jobs import Record, append, be_quiet, building, first_line, results_in, run_jobs, versions
 from zoo.multimodal_cases import AT_FOUR, KNOWN, MODAL, TASKS, all_names, build, task_of
 from zoo.multimodal_inputs import inputs_of
+from zoo.workers import Limits, Task, run_all
 
 OUTPUTS, GRADIENTS = 1e-4, 1e-3
 """The largest errors that count as right: absolute of outputs, relative of gradients."""
+ENOUGH = 80
+"""How many models of other tasks come before more ranks, where time may not suffice for all."""
 NEW = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 
@@ -58,6 +64,12 @@ def compare(name: str, folder: str, inputs: dict[str, Any]) -> Record:
     record["towers"] = {t.name: t.sharded_fraction for t in ctx.plan.towers if t.has_blocks}
     record["work"] = sharded_fraction(ctx.plan.matmuls)
     return record
+
+
+def run(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """What the model returns, with the same random numbers in every call: some models draw noise."""
+    torch.manual_seed(0)
+    return check.run(model, inputs)
 
 
 def pair(name: str, folder: str, ctx: Any, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -120,18 +132,20 @@ def tokens(model: Any, unsharded: Any, inputs: dict[str, Any]) -> Any:
     """Whether greedy decoding gives the same tokens; the reason if the unsharded model cannot generate."""
     inputs = {name: value for name, value in inputs.items() if name != "decoder_input_ids"}
     try:
+        torch.manual_seed(0)  # some models begin with noise
         expected = unsharded.generate(**inputs, **NEW)
     except Exception as error:
         return f"unsharded model: {first_line(error, 120)}"
+    torch.manual_seed(0)
     found = model.generate(**inputs, **NEW)
     expected, found = (getattr(each, "sequences", each) for each in (expected, found))
     return bool(torch.equal(found, expected))
 
 
-def work(name: str, pool: RankPool, timeout: float) -> Record:
+def work(name: str, pool: RankPool, timeout: float, commit: str) -> Record:
     """Build, save, parallelize and compare one model."""
     started = time.monotonic()
-    record: Record = {"name": name, "task": task_of(name), "commit": commit()}
+    record: Record = {"name": name, "task": task_of(name), "commit": commit, "versions": versions()}
     be_quiet()
 
     def done(status: str, **more: Any) -> Record:
@@ -198,17 +212,20 @@ def page(records: dict[int, list[Record]]) -> str:
         "matmul work that is in operators of which every rank does a part, of the tower that shares least. Made by",
         "`make multimodal`.",
         "",
-        f"{made_with()} Commit {commits(records)}.",
+        f"{date.today().isoformat()}. {made_by(records)}",
         "",
     ]
     for world, found in sorted(records.items()):
         built = [r for r in found if r["status"] != "not built"]
         good = [r for r in built if r["status"] == "ok"]
         small = sum(r["fraction"] <= 1.1 / world for r in good)
+        modal = [r for r in good if r["modality"]]
+        first = sum(r["task"] in TASKS[:2] for r in modal)
         lines += [
-            f"- **{world} ranks**: {len(good)} of {len(built)} models are right; {small} of these have at most "
-            f"{1.1 / world:.2f} of the parameters on a rank. Of {shared(good, 0.9)} of the {shared(good)} whose matmul "
-            "work was counted, every tower does at least 90% of it sharded."
+            f"- **{world} ranks**: {len(good)} of {len(built)} models are right: with images, videos or audio {first} "
+            f"of the first two tasks and {len(modal) - first} of the others. {small} have at most {1.1 / world:.2f} of "
+            f"the parameters on a rank. Of {shared(good, 0.9)} of the {shared(good)} whose matmul work was counted, "
+            "every tower does at least 90% of it sharded."
         ]
     lines += ["", "## By task", "", *by_task(records)]
     first = records[min(records)]
@@ -307,15 +324,62 @@ def cell(text: str) -> str:
     return text.replace("|", "/").replace("\n", " ")[:160]
 
 
-def commit() -> str:
-    """The commit of this working tree."""
+def this_commit() -> str:
+    """The commit of this working tree; empty where there is no repository."""
     return subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
 
 
-def commits(records: dict[int, list[Record]]) -> str:
-    """The commits that the results are of, the first one first."""
-    found = dict.fromkeys(r.get("commit", commit()) for several in records.values() for r in several)
-    return ", ".join(found)
+def made_by(records: dict[int, list[Record]]) -> str:
+    """What the results were made with: versions, commits, and how many results are of which."""
+    found: dict[str, list[Record]] = {}
+    for record in (r for several in records.values() for r in several):
+        found.setdefault(record.get("versions", versions()), []).append(record)
+    return " ".join(
+        f"{each}: {len(rows)} results, of commit {', '.join(dict.fromkeys(r['commit'] for r in rows))}."
+        for each, rows in found.items()
+    )
+
+
+def tasks(worlds: list[int], state: Path | None, last: set[str]) -> list[Task]:
+    """The jobs that have no result yet, those first that say most: one per type, then more ranks, then the rest.
+
+    Those in ``last`` come after all others.
+    """
+    done = {(name, world) for world in worlds for name in results_in(state, world)}
+    vision = TASKS[:2]
+    found: list[tuple[int, Task]] = []
+    for world in worlds:
+        rest = 0
+        for name in names_at(world):
+            if (name, world) in done:
+                continue
+            first = task_of(name) in vision
+            rest += not first and name not in last
+            group = (0 if first else 1 if rest <= ENOUGH else 4) if world == min(worlds) else 2 if first else 3
+            found.append((group + (5 if name in last and world == min(worlds) else 0), Task(name, world)))
+    return [task for _, task in sorted(found, key=lambda item: item[0])]
+
+
+def right_on(page: Path | None) -> set[str]:
+    """The models that a page says are right."""
+    lines = page.read_text().splitlines() if page else []
+    rows = [row for row in ([cell.strip() for cell in line.split("|")] for line in lines) if len(row) > 8]
+    return {f"{row[1]}:{row[2]}" for row in rows if row[7] == "yes"}
+
+
+def at_once(worlds: list[int], only: list[str], options: argparse.Namespace) -> bool:
+    """Run all that has no result yet, several at a time; whether all of it has run."""
+    todo = tasks(worlds, options.state, right_on(options.last))
+    if only:
+        todo = [Task(n, w) for w in worlds for n in all_names() if n in only or n.partition(":")[0] in only]
+    started = time.monotonic()
+
+    def note(record: Record) -> None:
+        append(options.state, record)
+        print(f"{time.monotonic() - started:5.0f}s {record['world']} ranks {line(record)}", flush=True)
+
+    limits = Limits(options.workers, max(options.cores, *worlds), options.timeout, options.total)
+    return run_all(todo, "zoo.multimodal:work", limits, note, {"timeout": options.timeout, "commit": options.commit})
 
 
 def main() -> int:
@@ -328,14 +392,22 @@ def main() -> int:
     parser.add_argument("--state", type=Path, help="file for results as they come; a second run resumes from it")
     parser.add_argument("--so-far", action="store_true", help="run nothing: only write the page of what the state has")
     parser.add_argument("--page", type=Path, help="where to write the table; with --only, of what the state has so far")
+    parser.add_argument("--workers", type=int, help="models at a time in processes of their own, most valuable first")
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="with --workers: ranks at a time")
+    parser.add_argument("--total", type=float, default=float("inf"), help="with --workers: seconds for everything")
+    parser.add_argument("--last", type=Path, help="with --workers: what this page has as right comes last")
+    parser.add_argument("--commit", default=this_commit(), help="what results say they are of")
     options = parser.parse_args()
     only = options.only.split(",") if options.only else []
 
     def job(name: str, pool: RankPool) -> Record:
-        return work(name, pool, options.timeout)
+        return work(name, pool, options.timeout, options.commit)
 
+    worlds = list(map(int, options.tp.split(",")))
+    if options.workers:
+        return 0 if at_once(worlds, only, options) else 1
     records: dict[int, list[Record]] = {}
-    for world in map(int, options.tp.split(",")):
+    for world in worlds:
         names = [name for name in all_names() if name in only or name.partition(":")[0] in only]
         if not only:
             names = names_at(world)

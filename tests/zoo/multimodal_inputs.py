@@ -194,7 +194,8 @@ def positions(draw: Draw) -> Inputs:
     height, width = 2 * kernel, 4 * kernel
     places = [[x, y] for y in range(height) for x in range(width)]
     found = torch.tensor([places])
-    pixels = torch.rand(ROWS, len(places), 3 * draw.patch**2, generator=draw.generator)
+    side = draw.number("model_patch_size", draw.patch)
+    pixels = torch.rand(ROWS, len(places), 3 * side**2, generator=draw.generator)
     return {"pixel_values": pixels, "image_position_ids": found, "pixel_position_ids": found}
 
 
@@ -205,6 +206,11 @@ def flattened(draw: Draw) -> Inputs:
     patches[..., 0] = torch.arange(1, height + 1.0).repeat_interleave(width)
     patches[..., 1] = torch.arange(1, width + 1.0).repeat(height)
     return {"flattened_patches": patches, "attention_mask": torch.ones(ROWS, height * width)}
+
+
+def image_patches(draw: Draw) -> Inputs:
+    """Patches of an image, one per placeholder token."""
+    return {"image_patches": draw.floats(ROWS, 12, 3 * draw.patch**2)}
 
 
 def images(factor: int, sized: bool = False) -> Callable[[Draw], Inputs]:
@@ -243,15 +249,20 @@ def video(argument: str) -> Callable[[Draw], Inputs]:
 def bins(draw: Draw) -> int:
     """Frequencies of a spectrogram."""
     names = ("num_chroma", "num_mel_bins", "mel_bins", "n_mels", "input_feat_per_channel", "feature_size", "input_dim")
-    found = [draw.field(name, None) for name in (*names, "feature_projection_input_dim", "input_feat_size")]
+    found = [
+        draw.field(name, None)
+        for name in (*names, "feature_projection_input_dim", "input_feat_size", "audio_embed_dim")
+    ]
     return int(next((x for x in found if isinstance(x, int)), 80))
 
 
-def spectrogram(time: Callable[[Draw], int], transposed: bool = False) -> Callable[[Draw], Inputs]:
-    """A spectrogram, by frequency and time or by time and frequency."""
+def spectrogram(time: Callable[[Draw], int], transposed: bool = False, masked: bool = True) -> Callable[[Draw], Inputs]:
+    """A spectrogram, by frequency and time or by time and frequency; ``masked`` where masks are of its time."""
 
     def make(draw: Draw) -> Inputs:
-        shape = (bins(draw), time(draw))
+        shape = (bins(draw) * draw.number("num_stacked_frames", 1), time(draw))
+        if not masked:
+            return {"input_features": draw.floats(ROWS, *(reversed(shape) if transposed else shape))}
         mask = torch.ones(ROWS, shape[1], dtype=torch.int64)
         return {
             "input_features": draw.floats(ROWS, *(reversed(shape) if transposed else shape)),
@@ -264,6 +275,11 @@ def spectrogram(time: Callable[[Draw], int], transposed: bool = False) -> Callab
 def positions_of_encoder(draw: Draw) -> int:
     """Time that fills the positions of an encoder whose convolutions halve it."""
     return 2 * draw.number("max_source_positions", 42)
+
+
+def windows(draw: Draw) -> int:
+    """Time that is two chunks of an encoder that works chunk by chunk."""
+    return 4 * draw.number("n_window", 42)
 
 
 def waveform(channels: bool) -> Callable[[Draw], Inputs]:
@@ -315,11 +331,14 @@ IMAGES: list[tuple[tuple[str, ...], Callable[[Draw], Inputs]]] = [
     (("pixel_values",), patches),
     (("pixel_values",), channels_last),
     (("pixel_values_videos",), video("pixel_values_videos")),
+    (("image_patches",), image_patches),
 ]
 AUDIO: list[tuple[tuple[str, ...], Callable[[Draw], Inputs]]] = [
     (("input_features",), spectrogram(positions_of_encoder)),
     (("input_features",), spectrogram(lambda draw: 84)),
     (("input_features",), spectrogram(lambda draw: 84, transposed=True)),
+    (("input_features",), spectrogram(lambda draw: 84, transposed=True, masked=False)),
+    (("input_features",), spectrogram(windows)),
     (("is_longer",), fused),
     (("input_values",), waveform(False)),
     (("input_values",), waveform(True)),
@@ -417,10 +436,30 @@ def features(model: Any, what: str, inputs: Inputs) -> list[int]:
     if method is None or not names:
         return []
     passed = {name: value for name, value in inputs.items() if name in signature(method)}
+    if "image_patches" in inputs and "pixel_values" in signature(method):
+        passed["pixel_values"] = inputs["image_patches"]
     if not any(value.is_floating_point() for value in passed.values()):
         return []
     if "padding_mask" in inputs or "image_merge_sizes" in inputs:
         passed |= {key: value for key, value in inputs.items() if key in ("padding_mask", "image_merge_sizes")}
+    draw = Draw(model)
+    for name, parameter in signature(method).items():  # what the model's own forward takes from the configuration
+        if parameter.default is parameter.empty and name not in passed and draw.field(name, None) is not None:
+            passed[name] = draw.field(name, None)
+    grid = inputs.get(f"{what}_grid_thw")
+    if grid is None or f"{what}_grid_thw" not in passed or len(grid) == 1:
+        return counted(method, passed, 1 if grid is None else len(grid))
+    main = "pixel_values" if what == "image" else f"pixel_values_{what}s"
+    pieces = passed[main].split([int(prod(each)) for each in grid.tolist()])
+    try:  # images of different sizes, one by one
+        own = [{**passed, main: piece, f"{what}_grid_thw": row[None]} for piece, row in zip(pieces, grid, strict=True)]
+        return [sum(counted(method, each, 1)) for each in own]
+    except Exception:  # other inputs are of all images
+        return counted(method, passed, len(grid))
+
+
+def counted(method: Any, passed: Inputs, count: int) -> list[int]:
+    """Features of every image, video or piece of audio of this call of the model's own method."""
     with torch.no_grad():
         found = method(**passed)
     if hasattr(found, "last_hidden_state"):
@@ -428,5 +467,4 @@ def features(model: Any, what: str, inputs: Inputs) -> list[int]:
         found = found.last_hidden_state if pooled is None else pooled
     if isinstance(found, (list, tuple)):
         return [x.numel() // x.shape[-1] for x in found]
-    count, total = len(inputs.get(f"{what}_grid_thw", [0])), found.numel() // found.shape[-1]
-    return [total // count] * count
+    return [found.numel() // found.shape[-1] // count] * count
