@@ -104,7 +104,8 @@ def parallelize_model(
             parameter.spec.source = None  # type: ignore[attr-defined]
         quantize_by_configuration(model, parallel_ctx)
     elif folder is not None:
-        map_weights(model, folder, parallel_ctx, use_cache=config.cache_plans, variant=options.variant)
+        quantize = options.quantization_config is not None
+        map_weights(model, folder, parallel_ctx, config.cache_plans, options.variant, quantize)
     check_same_values(parallel_ctx)
     # Make the plan, apply it, load the weights.
     call = compiled_call_of(model, parallel_ctx, config)

@@ -128,7 +128,7 @@ def test_the_site_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     build(load_config(str(page.ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
     text = (tmp_path / "reference/packages.html").read_text()
     assert "ParallelAxisSolverPass" in text and "ColumnParallelLinear" in text
-    assert (tmp_path / "source/examples/serve.py.html").is_file()
+    assert (tmp_path / "source/examples/trainer.py.html").is_file()
     for file in tmp_path.rglob("*.html"):
         assert not re.search(r'(?:src|<link[^>]*href)="https?:', file.read_text()), file
 

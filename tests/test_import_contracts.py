@@ -23,8 +23,10 @@ PURE = ("paraxis.placement", "paraxis.rules", "paraxis.solver")
 INSIDE_FUNCTIONS = {
     ("paraxis.cli*", "paraxis*"): "lazy: `paraxis --help` loads no torch",
     ("paraxis.rules.registration", "paraxis.rules.validation.check"): "lazy: only for rules that a user registers",
-    ("paraxis.optimize.decode_kernels", "paraxis.kernels.triton"): "optional dependency: triton",
+    ("paraxis.optimize.decode_kernels*", "paraxis.kernels.triton"): "optional dependency: triton",
     ("paraxis.plan.plan", "paraxis.utils.tables"): "lazy: only where a plan is printed is rich needed",
+    ("paraxis.tensor.quantized", "paraxis.kernels.triton"): "optional dependency: triton",
+    ("paraxis.serving.rank", "paraxis.serving.*"): "optional dependency: fastapi, which rank 0 alone needs",
     ("paraxis.kernels.triton.rope_kv_write", "*.rope_kv_write_kernel"): "optional dependency: triton",
 }  # fmt: skip
 """(importing module, imported module), both patterns: why the import is inside a function."""

@@ -8,9 +8,11 @@ executed and differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from ..compat.torch import (
     FakeTensorMode,
     core_aten_decompositions,
     higher_order_name,
+    is_data_of_tensor,
     operator_name,
     schema_of,
 )
@@ -48,8 +51,10 @@ KEEP = {
     "gelu",
     "softmax",
     "log_softmax",
+    "detach",
 }
-"""Operators that are not decomposed: one rule each, and torch's own fast kernels and derivatives."""
+"""Operators that are not decomposed: one rule each, and torch's own fast kernels and derivatives. (``detach`` would
+become ``alias``, through which gradients flow.)"""
 
 
 DECOMPOSE = (
@@ -99,6 +104,8 @@ class _Recorder(Interpreter):
         return nullcontext() if self._inner else super()._set_current_node(node)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_data_of_tensor(target):  # which make_fx does not trace
+            return args[0].detach()
         if higher_order_name(target) == "autograd_function_apply":
             return trace_custom_function(target, args, kwargs)
         if higher_order_name(target) == FLEX_ATTENTION:
@@ -106,7 +113,27 @@ class _Recorder(Interpreter):
         if higher_order_name(target) == "tag_activation_checkpoint":
             body, *rest = args  # inlined here; optimize.activation_checkpointing makes a region of it again
             return _Recorder(body, inner=True).run(*rest)
-        return super().call_function(target, args, kwargs)
+        with _unpatched(target) if type(target) is FunctionType else nullcontext():
+            return super().call_function(target, args, kwargs)
+
+
+@contextmanager
+def _unpatched(function: FunctionType) -> Iterator[None]:
+    """Inside, a function of torch is found under its name, whatever somebody has put there.
+
+    While a graph is traced, ``F.silu`` asks for what its own name stands for now, and a patch that calls ``F.silu``
+    would be applied once by the captured graph and once more here.
+    """
+    module, name = sys.modules.get(function.__module__), function.__name__
+    patch = getattr(module, name, function)
+    if patch is function or not function.__module__.startswith("torch."):
+        yield
+        return
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, patch)
 
 
 def to_aten(graph_module: GraphModule, fake_inputs: list[Any] | None = None) -> GraphModule:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..compat.torch import COMPILED_CALL
+from ..tensor.pickling import REFUSES_PICKLING
 
 MIN_BLOCKS = 4
 """Of shorter lists every block is planned."""
@@ -135,7 +136,7 @@ def _entries(model: nn.Module, count: int) -> list[list[Any]]:
     return [[str(entry) for entry in values] for values in lists]
 
 
-_OWN_PROGRAM = ("training", COMPILED_CALL, "compile", "_apply")
+_OWN_PROGRAM = ("training", COMPILED_CALL, "compile", "_apply", REFUSES_PICKLING)
 """Attributes that a forward does not read, of the modules of a parallel model; the flag has an entry of its own."""
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
+from ..compat.attention_masks import follow_eager_masks, note_full_attention
 from ..compat.dynamo import (
     CAPTURE_ERRORS,
     BackendCompilerFailed,
@@ -113,6 +114,7 @@ ADAPTATIONS = (
     keep_sizes_in_text,
     differentiate_on_cpu,
     always_mask_padding,
+    follow_eager_masks,
     capture_packed_attention,
     capture_host_functions,
 )
@@ -234,6 +236,7 @@ def capture(
     ignore_loggers()
     adapt_libraries()
     install_output_hooks(model)
+    note_full_attention(model)
     compiled = torch.compile(fresh_entry(forward=forward), fullgraph=True, backend=backend, dynamic=False)
     try:
         compiled(model, *args, **kwargs)

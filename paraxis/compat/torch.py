@@ -59,6 +59,7 @@ __all__ = [
     "dispatch_mode_depth",
     "enable_python_dispatcher",
     "fake_tensor_logger",
+    "foreach_copy",
     "foreach_mul",
     "foreach_zero",
     "forward_hooks",
@@ -68,10 +69,12 @@ __all__ = [
     "has_compiled_call",
     "has_module_hooks",
     "higher_order_name",
+    "is_data_of_tensor",
     "is_grad_mode_switch",
     "is_traceable_wrapper_subclass",
     "is_view",
     "legacy_reduction",
+    "linear",
     "make_subclass",
     "make_wrapper_subclass",
     "mark_as_parameter",
@@ -87,6 +90,7 @@ __all__ = [
     "plain_torch_function",
     "pytree",
     "register_ordered_effect",
+    "scaled_dot_product_attention",
     "schema_of",
     "schema_or_none",
     "set_compiled_call",
@@ -96,6 +100,12 @@ __all__ = [
 ]
 
 # -- operators -----------------------------------------------------------------------------------------------------
+
+linear: Callable[..., torch.Tensor] = torch._C._nn.linear
+"""``F.linear``, also where somebody has patched that: a program that has the patch in it would apply it twice."""
+
+scaled_dot_product_attention: Callable[..., torch.Tensor] = torch._C._nn.scaled_dot_product_attention
+"""``F.scaled_dot_product_attention``, likewise."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 """The ``FunctionSchema`` of an operator overload: argument names, aliasing, mutability."""
@@ -125,6 +135,11 @@ def higher_order_name(target: Any) -> str:
     return str(target.name()) if isinstance(target, HigherOrderOperator) else ""
 
 
+def is_data_of_tensor(target: Any) -> bool:
+    """Whether a node reads ``tensor.data``: a function of its own in what Dynamo captures."""
+    return target is getattr(torch._C._autograd, "_get_data_attr", object)
+
+
 def is_grad_mode_switch(target: Any) -> bool:
     """Whether a node turns gradient computation on or off: what Dynamo leaves of ``with torch.no_grad()``."""
     return target is _set_grad_enabled or target is torch.set_grad_enabled
@@ -140,6 +155,9 @@ fused_sdp_choice: Callable[..., int] = torch._fused_sdp_choice
 
 foreach_zero: Callable[..., Any] = torch._foreach_zero_
 """Zero a list of tensors in place, in one launch."""
+
+foreach_copy: Callable[..., Any] = torch._foreach_copy_
+"""Copy a list of tensors to a list of tensors, with one call from Python."""
 
 foreach_mul: Callable[..., Any] = torch._foreach_mul
 """A list of tensors times a scalar in one launch; the fused copy of many tensors (``_foreach_copy_`` loops)."""

@@ -7,7 +7,6 @@ unless an entry says otherwise.
 from __future__ import annotations
 
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -35,10 +34,8 @@ __all__ = [
     "is_output_hook",
     "keys_to_ignore_on_load",
     "keys_to_ignore_on_save",
-    "limit_cache_memory",
     "logger_methods",
     "merges_parallel_plans",
-    "new_batching_config",
     "parallel_styles",
     "protected_from_initialization",
     "revert_weight_conversion",
@@ -363,30 +360,3 @@ def batched_experts(model: nn.Module) -> Iterator[None]:
     finally:
         for config, before in found.values():
             setattr(config, name, before)
-
-
-# -- continuous batching -------------------------------------------------------------------------------------------
-
-
-class _Share(float):
-    """A fraction of a rank's memory that stands for an exact number of bytes, the same on ranks that use different
-    amounts of memory: transformers multiplies its memory by it."""
-
-    bytes: int
-
-    def __rmul__(self, memory: Any) -> float:
-        return float(self.bytes)
-
-
-def new_batching_config() -> Any:
-    """The configuration that continuous batching has by default."""
-    from transformers import ContinuousBatchingConfig
-
-    return ContinuousBatchingConfig()
-
-
-def limit_cache_memory(config: Any, limit: int) -> None:
-    """Let the cache of continuous batching, and what grows with it, take this many bytes."""
-    share = _Share(min(limit / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")), 1.0))
-    share.bytes = limit
-    config.max_memory_percent = share

@@ -2,8 +2,8 @@
 
 They are torch's functional collectives, which a compiler can trace and a ``fake`` process group can run,
 made to fail in plain words; CPU ranks of one machine meet in shared memory instead (see
-:mod:`paraxis.distributed.shared_memory`). None of them changes its input, none of them is differentiable, and on a
-single rank all of them return the input itself.
+:mod:`paraxis.distributed.shared_memory`). None of them changes its input (but for one that is said to be of no other
+use), none of them is differentiable, and on a single rank all of them return the input itself.
 
 How long a rank waits for the others is the timeout of the process group
 (``init_process_group(timeout=...)``). With gloo a failure is raised by the collective that failed; NCCL runs
@@ -22,7 +22,7 @@ from typing import Concatenate, Literal, ParamSpec
 import torch
 import torch.distributed as dist
 
-from ..compat.distributed import backend_name, default_group, resolve_process_group
+from ..compat.distributed import backend_name, default_group, reduce_in_place, resolve_process_group
 from ..compat.torch import dispatch_mode_depth, is_view, register_ordered_effect
 from ..errors import CollectiveError
 from ..placement import ensure_divisibility
@@ -241,11 +241,15 @@ def meet(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 @_collective
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp = "sum") -> torch.Tensor:
-    """The sum (or ``op``) over the ranks, elementwise, on every rank."""
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp = "sum", own: bool = False) -> torch.Tensor:
+    """The sum (or ``op``) over the ranks, elementwise, on every rank. ``own``: the tensor has no other use, so that the
+    result may be written over it."""
     host = _host(tensor, group)
     if host is not None:
         return host.all_reduce(tensor, op)
+    if own and tensor.is_contiguous() and not _traced():
+        reduce_in_place(tensor, group, op)
+        return tensor
     return _ops.wait_tensor(_ops.all_reduce(tensor, op, group.group_name))
 
 

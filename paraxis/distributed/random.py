@@ -34,3 +34,26 @@ class RandomState:
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed((seed + 7919 * (self.rank + 1)) % (1 << 62) if sharded else seed)
             return function(*args, **kwargs)
+
+
+def run_as_first_rank(
+    function: Callable[..., Any], group: dist.ProcessGroup, device: torch.device, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a random operator on full tensors: all ranks draw what rank 0 draws, which is what an unsharded run with
+    its seed would. A collective.
+
+    The generator (``generator=``, or that of the device) goes on from there. On a rank whose generator was in another
+    state it keeps its own.
+    """
+    generator = kwargs.get("generator")
+    if generator is None:
+        on_gpu = device.type == "cuda"
+        generator = torch.cuda.default_generators[device.index or 0] if on_gpu else torch.default_generator
+    own = generator.get_state()
+    first = broadcast(own.to(device), group).cpu()
+    generator.set_state(first)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        if not torch.equal(own, first):
+            generator.set_state(own)

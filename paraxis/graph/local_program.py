@@ -46,6 +46,8 @@ class ProgramInfo:
         order: What the ranks must do in the same order: layers, redistributions, random draws.
         fingerprint: What must be equal on all ranks, in any order: placements of parameters and results, operators and
             shapes.
+        constants: Operators with the numbers that they are called with, and the gradients that are computed, which must
+            be equal on all ranks, in any order.
         random: What its random operators draw from, if it has any.
         inputs: The (fake) values that the graph was captured with, one for each placeholder.
         parameters: The sharded parameters, by the placeholder that brings them in.
@@ -55,6 +57,7 @@ class ProgramInfo:
     collectives: list[Collective] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     fingerprint: list[str] = field(default_factory=list)
+    constants: list[str] = field(default_factory=list)
     random: RandomState | None = None
     inputs: list[Any] = field(default_factory=list)
     parameters: dict[Any, nn.Parameter] = field(default_factory=dict)

@@ -8,13 +8,15 @@ results, same gradients.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import CodeGen
+
+from ..compat.torch import linear, scaled_dot_product_attention
 
 aten = torch.ops.aten
 
@@ -40,7 +42,7 @@ FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.mm.default: torch.mm,
     aten.matmul.default: torch.matmul,
     aten.addmm.default: torch.addmm,
-    aten.linear.default: F.linear,
+    aten.linear.default: linear,
     aten.embedding.default: torch.embedding,
     aten.cat.default: torch.cat,
     aten.mean.dim: torch.mean,
@@ -53,9 +55,18 @@ FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
     aten.relu.default: torch.relu,
     aten.where.self: torch.where,
     aten.layer_norm.default: torch.layer_norm,
-    aten.scaled_dot_product_attention.default: F.scaled_dot_product_attention,
+    aten.scaled_dot_product_attention.default: scaled_dot_product_attention,
 }
 """Operators that are a function with the same arguments."""
+
+
+class _Functions:
+    """torch's functions, under their names."""
+
+
+_BOUND = _Functions()
+vars(_BOUND).update({f.__name__: f for f in FUNCTIONS.values() if getattr(torch, f.__name__, None) is f})
+_CALLS = re.compile(rf"(?<![\w.])torch\.({'|'.join(vars(_BOUND))})\(")
 
 METHODS: Mapping[Any, str] = {
     aten.view.default: "view",
@@ -82,11 +93,19 @@ def with_python_calls(module: GraphModule) -> GraphModule:
     for node in copies.values():
         if node.op == "call_function":
             _call_from_python(node)
-    result.recompile()
+    _generate(result, _Bound())
     return result
 
 
-class _TakesList(CodeGen):
+class _Bound(CodeGen):
+    """Generates calls of torch's functions themselves, where torch.fx looks them up by their names in each call: what
+    somebody has patched there is in the captured program already."""
+
+    def additional_globals(self) -> list[tuple[str, Any]]:
+        return [*super().additional_globals(), ("_torch_functions", _BOUND)]
+
+
+class _TakesList(_Bound):
     """Generates a forward that takes a list of its arguments and empties it.
 
     A caller that passes arguments holds them until the call returns, and a piece of a program could not free its inputs
@@ -103,9 +122,15 @@ class _TakesList(CodeGen):
 def taking_list(module: GraphModule) -> Callable[[list[Any]], Any]:
     """The forward of :func:`with_python_calls`, which takes a list of the arguments and empties it."""
     result = with_python_calls(module)
-    result.graph.set_codegen(_TakesList())
-    result.recompile()
+    _generate(result, _TakesList())
     return result.forward
+
+
+def _generate(module: GraphModule, code: CodeGen) -> None:
+    """Generate the module's forward by ``code``."""
+    module.graph.set_codegen(code)
+    module.graph.on_generate_code(lambda _: lambda body: [_CALLS.sub(r"_torch_functions.\1(", line) for line in body])
+    module.recompile()
 
 
 def _call_from_python(node: Node) -> None:

@@ -13,7 +13,7 @@ from ..compat.torch import legacy_reduction
 from ..context import ParallelExecutionCtx
 from ..distributed import all_gather, all_reduce
 from ..placement import Layout
-from .embedding import local_ids
+from ..rules.indexing import local_ids
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -48,7 +48,8 @@ class Lifted:
         device: Where the program runs.
         written: The caller's arguments that the program writes to: preallocated KV caches.
         scalars: Positions, among the inputs, of numbers on the host that are passed on the device.
-        wrappers: By position among the results: what wraps a local tensor as a sharded one.
+        wrappers: By position among the results: the arguments of :func:`~paraxis.tensor.graph_io.wrap_shard`, after the
+            local tensor.
         results: The structure of the results, with positions for tensors.
         inductor: Options for Inductor that passes have set.
     """
@@ -62,7 +63,7 @@ class Lifted:
     device: torch.device | None = None
     written: set[int] = field(default_factory=set)
     scalars: list[int] = field(default_factory=list)
-    wrappers: dict[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
+    wrappers: dict[int, tuple[str, tuple[int, ...], str]] = field(default_factory=dict)
     results: Any = None
     inductor: dict[str, Any] = field(default_factory=dict)
 
@@ -99,7 +100,8 @@ class LiftShardsPass(PassBase):
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
         """A new graph module; ``meta[LIFTED]`` says where its arguments come from."""
         info, grad = info_of(graph_module), torch.is_grad_enabled()
-        program, lifted = lift(graph_module, info.parameters, aten.linear.default if compiles(ctx, config) else linear)
+        torchs = compiles(ctx, config) or ctx.current_device.type != "cpu"
+        program, lifted = lift(graph_module, info.parameters, aten.linear.default if torchs else linear)
         lifted.fake_mode = detect_fake_mode([x for x in info.inputs if isinstance(x, torch.Tensor)])
         assert lifted.fake_mode is not None, "a graph is compiled for fake inputs"
         shards = [lifted.fake_mode.from_tensor(like_shard(p), static_shapes=True) for p in lifted.parameters]
@@ -157,7 +159,7 @@ def lift(
             (source,) = node.args
             assert isinstance(source, Node)
             nodes[node] = shards[id(parameters[source.target])] if source.target in parameters else nodes[source]
-        else:
+        elif node.target is not wrap_shard or any(user.op != "output" for user in node.users):
             nodes[node] = graph.node_copy(node, lambda n: nodes[n])
         if node.op == "call_function" and (node.meta.get("writes") or mutated(node) is not None):
             _note_written(node, program, lifted)
@@ -226,18 +228,13 @@ def _results(node: Node, nodes: dict[Node, Any], lifted: Lifted) -> list[Any]:
 
     def leave(result: Node) -> Any:
         if result.op == "call_function" and result.target is wrap_shard:
-            lifted.wrappers[len(flat)] = _wrapper(result.args[1:])
+            lifted.wrappers[len(flat)] = result.args[1:]  # type: ignore[assignment]
             result = result.args[0]  # type: ignore[assignment]
         flat.append(nodes[result])
         return ResultAt(len(flat) - 1)
 
     lifted.results = torch.fx.map_arg(node.args[0], leave)
     return flat
-
-
-def _wrapper(args: tuple[Any, ...]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What wraps a local tensor, with the other arguments of :func:`~paraxis.tensor.graph_io.wrap_shard`."""
-    return lambda local: wrap_shard(local, *args)
 
 
 def _note_written(node: Node, program: GraphModule, lifted: Lifted) -> None:

@@ -17,12 +17,15 @@ from ..optimize.activation_checkpointing import recompute
 from ..optimize.cpu_attention import use_decode_attention, use_prefill_attention
 from ..optimize.cpu_matmul import use_cpu_matmul
 from ..optimize.decode_kernels import use_decode_kernels
+from ..optimize.eager_collectives import run_all_reduces_in_place
 from ..optimize.eager_fusions import fuse_eager_operators
+from ..optimize.eager_masks import drop_plain_masks
 from ..optimize.fuse_rope_kv_write import fuse_rope_kv_write, merge_cache_counters
-from ..optimize.kv_cache_append import append_kv_cache_in_place
+from ..optimize.kv_cache_append import append_kv_cache_in_place, drop_empty_parts
 from ..optimize.merge_all_reduces import merge_all_reduces
 from ..optimize.moe_experts import run_experts_in_sequence
 from ..optimize.prefill import drop_causal_masks, merge_narrow_linears
+from ..optimize.quantized_linears import use_quantized_linears
 from ..optimize.redistributions import drop_redistributions
 from ..optimize.single_query_attention import decompose_single_query_attention
 from .agree import AgreeOnProgramPass
@@ -74,6 +77,18 @@ def build_parallel_pass_pipeline() -> PassPipeline:
                 lambda s: s.inference and (s.eager or s.device == "cpu"),
             ),
             Rewrite(
+                "drop_empty_parts",
+                "A new KV cache is a copy of its first keys and values, not a concatenation with nothing.",
+                lambda m, s: drop_empty_parts(m),
+                lambda s: s.inference and s.eager,
+            ),
+            Rewrite(
+                "drop_plain_masks",
+                "Attention runs without masks that hide nothing, or later keys alone, as it does in an eager model.",
+                lambda m, s: drop_plain_masks(m),
+                lambda s: s.inference and s.eager and s.device != "cpu",
+            ),
+            Rewrite(
                 "cpu_prefill_attention",
                 "Causal attention of many queries runs in the CPU kernel for prefill.",
                 lambda m, s: use_prefill_attention(m),
@@ -111,6 +126,18 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             ),
             # The program on plain tensors.
             LiftShardsPass(),
+            Rewrite(
+                "all_reduce_in_place",
+                "Partial sums of linear layers are all-reduced in their own memory, by one call of the backend.",
+                lambda m, s: run_all_reduces_in_place(m),
+                lambda s: s.runs and s.inference and s.eager and s.ranks > 1,
+            ),
+            Rewrite(
+                "quantized_linears",
+                "Linear layers with a quantized weight become one operator on its codes and scales.",
+                lambda m, s: use_quantized_linears(m, lifted_of(m).examples),
+                lambda s: s.for_inductor and s.inference,
+            ),
             Rewrite(
                 "scalars_to_device",
                 "Counters of KV caches are passed on the device instead of being copied layer by layer.",

@@ -76,8 +76,29 @@ class PlanBuilder:
         if reason:
             self.replicated.append((name, reason))
 
-    def add_graph(self, solved: Solved, collectives: Iterable[Collective]) -> None:
-        """Add what was decided for a graph: its parameters, layers and collectives."""
+    def add_part(self, name: str, solved: Solved, collectives: Iterable[Collective]) -> None:
+        """Add the graph of a module of a model that is planned part by part. A module counts once: the plan is that of
+        one forward pass, and several calls run the same parts."""
+        other = PlanBuilder(self.world_size)
+        other.parameters.update(self.parameters)
+        other.add_graph(solved, collectives, name)
+        known = {m.module for m in self.matmuls} | {c.module for c in self.collectives}
+        known |= {layer.name for layer in self.layers} | {module for module, _ in self.gathered}
+        if not other.parameters.keys() - self.parameters.keys() and all(m.module in known for m in other.matmuls):
+            return
+        self.layers += [layer for layer in other.layers if layer.name not in known]
+        self.collectives += [each for each in other.collectives if each.module not in known]
+        self.gathered += [each for each in other.gathered if each[0] not in known]
+        self.matmuls += [each for each in other.matmuls if each.module not in known]
+        self.replicated += other.replicated
+        self.parameters = other.parameters
+        self.cost += other.cost
+        self.seconds += other.seconds
+        self.communication += other.communication
+        self.optimal &= other.optimal
+
+    def add_graph(self, solved: Solved, collectives: Iterable[Collective], root: str = "") -> None:
+        """Add what was decided for the graph of a module: its parameters, layers and collectives."""
         self.cost += solved.solution.cost
         self.seconds += solved.account.seconds
         self.communication += solved.account.communication
@@ -91,10 +112,13 @@ class PlanBuilder:
             placement = stored(solved.solution.parameters.get(Value(node), REPLICATE))
             reason = "" if isinstance(placement, Shard) else _reason(name, shape, used, solved)
             self.add_parameter(name, placement, shape, reason)
-        self.collectives += [CollectivePlan(c.kind, c.module, c.shape, c.dtype, c.reason) for c in collectives]
-        self.layers += [_layer_plan(layer, solved) for layer in find_layers(solved)]
-        self.gathered += _gathered(solved)
-        self.matmuls += added((captured_module_of(s.node), *work) for s, work in solved.account.work.items())
+        self.collectives += [
+            CollectivePlan(c.kind, joined(root, c.module), c.shape, c.dtype, c.reason) for c in collectives
+        ]
+        self.layers += [_layer_plan(layer, solved, root) for layer in find_layers(solved)]
+        self.gathered += [(joined(root, module), why) for module, why in _gathered(solved)]
+        work = [(joined(root, captured_module_of(s.node)), *work) for s, work in solved.account.work.items()]
+        self.matmuls += added(work)
 
     def add_repeated(self, repeated: list[Repeated], solved: Solved, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Give every block that was left out the placements, layers, collectives and costs of the one it repeats."""
@@ -163,6 +187,11 @@ class PlanBuilder:
             self.unplanned.append(name)
 
 
+def joined(outer: str, inner: str) -> str:
+    """The name in the model of a module that a module of it contains."""
+    return ".".join(filter(None, (outer, inner)))
+
+
 def steps_of_block(each: Repeated, index: int, solved: Solved) -> list[Step]:
     """The steps of the planned block that the left-out block ``index`` repeats."""
     return [s for s in solved.program.steps if each.renamed(f"{captured_module_of(s.node)}.", index)]
@@ -218,7 +247,7 @@ def _repeat(items: list[T], each: Repeated, name_of: Callable[[T], str], renamed
     return [*items[: last + 1], *more, *items[last + 1 :]]
 
 
-def _layer_plan(layer: Layer, solved: Solved) -> LayerPlan:
+def _layer_plan(layer: Layer, solved: Solved, graph: str) -> LayerPlan:
     found = layer.step.node.meta.get(OWN, {})
     fields = {name: found.get(name) for name in ParallelLayerAnnotatePass.FIELDS}
     if layer.weight is None:
@@ -226,13 +255,13 @@ def _layer_plan(layer: Layer, solved: Solved) -> LayerPlan:
         assert call is not None
         shape = tuple(n if isinstance(n, int) else -1 for n in call.inputs[0].shape)
         placement = layer.strategy.inputs[0]
-        name = captured_module_of(layer.step.node) or layer.kind
+        name = joined(graph, captured_module_of(layer.step.node)) or layer.kind
     else:
         parameter = solved.parameters[layer.weight]
         shape, name = parameter.shape, parameter.name.rpartition(".")[0]
         if parameter.meta is not None and parameter.meta.is_tied:
             # The weight has several owners; this is the one that uses it.
-            name = captured_module_of(layer.step.node) or name
+            name = joined(graph, captured_module_of(layer.step.node)) or name
         placement = solved.solution.parameters[Value(layer.weight)]
     return LayerPlan(
         name=name,

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ..placement import PARTIAL, REPLICATE, Layout, Placement, Shard
-from .base import UNPLACED, Call, InputPlacement, Strategy, is_one, is_partial, normalize_dim, same_size
+from .base import (
+    UNPLACED,
+    Call,
+    InputPlacement,
+    LocalCall,
+    Localize,
+    Strategy,
+    is_one,
+    is_partial,
+    normalize_dim,
+    same_size,
+)
 from .registry import builtin_rule
 
 aten = torch.ops.aten
@@ -15,21 +27,58 @@ aten = torch.ops.aten
 
 @builtin_rule(aten.embedding.default, samples="lookup", free=True)
 def embedding(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Vocabulary-parallel: each rank looks up the token ids of its rows, and the results are partial."""
+    """Vocabulary-parallel: each rank looks up the token ids of its rows, and the results are partial.
+
+    Where the gradient of a row depends on how often its id occurs, all ids must be there.
+    """
     table, ids = placements
     rows: list[Layout] = []
-    if table is UNPLACED:
+    by_frequency = call.arg(3, "scale_grad_by_freq", False)
+    if by_frequency or call.arg(4, "sparse", False):
+        pass
+    elif table is UNPLACED:
         rows = list(call.layouts.get((0, 0), ()))
     elif isinstance(table, Shard) and list(table.dims) == [0]:
         rows = [table.dims[0]]
     for layout in rows:
-        if layout.contiguous(call.inputs[0].shape[0]):
-            yield Strategy((Shard.of(0, layout), REPLICATE), (PARTIAL,), kind="vocab")
+        size = call.inputs[0].shape[0]
+        if layout.contiguous(size):
+            local = _look_up_rows(layout, size)
+            yield Strategy((Shard.of(0, layout), REPLICATE), (PARTIAL,), local, kind="vocab")
     if isinstance(table, Shard) and list(table.dims) == [1]:
         out = Shard.of(call.out.ndim - 1, table.dims[1])
         yield Strategy((table, REPLICATE), (out,), kind="column")
-    if isinstance(ids, Shard):
+    if isinstance(ids, Shard) and not by_frequency:
         yield Strategy((REPLICATE, ids), (ids,))
+
+
+def local_ids(ids: torch.Tensor, start: int, stop: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(index into the rows ``start`` to ``stop``, whether another rank holds the id; the index is then 0).
+
+    An id outside of the table belongs to no rank: its index stays out of range on all ranks, so that all of them
+    raise the error of an unsharded table.
+    """
+    elsewhere = ((ids >= 0) & (ids < start)) | ((ids >= stop) & (ids < size))
+    return (ids - start).masked_fill(elsewhere, 0), elsewhere
+
+
+def _look_up_rows(layout: Layout, size: int) -> Localize:
+    """The look-up of a rank in its rows: zeros for the ids that others hold."""
+
+    def localize(target: Any, args: list[Any], kwargs: dict[str, Any], rank: int) -> LocalCall:
+        ((start, stop),) = layout.expand(size, rank)
+        if stop - start == size:
+            return target, args, kwargs
+
+        def look_up_rows(rows: torch.Tensor, ids: torch.Tensor, padding: int = -1, *_: Any) -> torch.Tensor:
+            index, elsewhere = local_ids(ids, start, stop, size)
+            inside = padding - start if start <= padding < stop else -1
+            found: torch.Tensor = aten.embedding.default(rows, index, inside)
+            return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+        return look_up_rows, args, kwargs
+
+    return localize
 
 
 @builtin_rule(aten.index.Tensor, samples="lookup")

@@ -39,12 +39,14 @@ def parallelize_backend(
     ctx: ParallelExecutionCtx,
     config: Config,
     blocks: BlockPrograms | None = None,
+    name: str = "",
 ) -> Callable[..., Any]:
     """A backend for ``torch.compile``: run the pass pipeline on a captured graph and return the local program.
 
     Use it as ``torch.compile(model, fullgraph=True, backend=partial(parallelize_backend, ctx=ctx, config=config))``
     on a model whose parameters carry :class:`~paraxis.ParameterMeta`; :func:`parallelize_model` does all that. With
-    ``blocks``, the graph is that of a model's first blocks, and the program runs all of them.
+    ``blocks``, the graph is that of a model's first blocks, and the program runs all of them. With ``name``, it is that
+    of this module of the model.
     """
     shown = config.show_progress and ctx.is_first
     with stage("Preparing the program for new inputs", shown and not ctx.state.planning):
@@ -54,7 +56,7 @@ def parallelize_backend(
         finally:
             ctx.state.first_blocks = False
     if ctx.plan is None or ctx.state.planning:
-        extend_plan(graph_module, program, ctx, config)
+        extend_plan(graph_module, program, ctx, config, name)
     ctx.compile_times += 1
     reduce_late_parameters(example_inputs, ctx)
     outline = _outlined(program, example_inputs, ctx, config, blocks) if blocks is not None else None
@@ -65,12 +67,14 @@ def parallelize_backend(
     return reshard_after_forward(runnable) if shards_parameters(ctx, config) else runnable
 
 
-def extend_plan(captured: GraphModule, program: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> None:
+def extend_plan(
+    captured: GraphModule, program: GraphModule, ctx: ParallelExecutionCtx, config: Config, name: str = ""
+) -> None:
     """Write down what was decided for a graph that no plan covers: one of a model that is planned by running it, or
     of one that is compiled without :func:`parallelize_model`."""
     builder = PlanBuilder.of(ctx.plan, ctx.world_size)
     source = program.meta[LIFTED].source if LIFTED in program.meta else program
-    builder.add_graph(solved_of(captured), info_of(source).collectives)
+    builder.add_part(name, solved_of(captured), info_of(source).collectives)
     if ctx.state.planning:  # there are more graphs to come
         ctx.plan = builder.build()
         return

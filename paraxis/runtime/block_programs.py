@@ -53,13 +53,16 @@ class BlockPrograms:
         others = list(_parts_of(model, periods))
         self._modules, self._types = others, list(map(type, others))
         self._attributes = [module.__dict__ for module in others]
-        self._contents = list(_containers(self._attributes))
+        contents = list(_containers(self._attributes))
+        self._dicts = [x for x in contents if isinstance(x, dict)]
+        self._lists = [x for x in contents if not isinstance(x, dict)]
         self._parts: list[dict[str, Any]] = [held for m in others for held in (m._parameters, m._buffers, m._modules)]  # type: ignore[misc]
         self._seen, self._known = self._attributes_now(), self._parts_now()
         self._checked: Any = None
         self.refused: set[Any] = set()
         self._call: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
-        self._cache: Any = None
+        self.cache: Any = None
+        """The KV cache of the call that is running."""
         self._results: tuple[OutlinedProgram, list[Any]] | None = None
 
     def takes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -125,8 +128,8 @@ class BlockPrograms:
     def _attributes_now(self) -> list[Any]:
         """What the modules that are not captured have, and what is in their dictionaries and lists: adapters keep their
         scales in these."""
-        inside = ([*x, *x.values()] if isinstance(x, dict) else x for x in self._contents)
-        return list(chain(chain.from_iterable(map(dict.values, self._attributes)), chain.from_iterable(inside)))
+        values = map(dict.values, chain(self._attributes, self._dicts))
+        return [*chain.from_iterable(values), *chain.from_iterable(self._dicts), *chain.from_iterable(self._lists)]
 
     def _parts_now(self) -> list[Any]:
         """The blocks, and the parameters, buffers and modules in those that are not captured."""
@@ -149,7 +152,7 @@ class BlockPrograms:
 
         few_args, few_kwargs = tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
         self._call = args, kwargs
-        self._cache = cuts[0].cache if cuts else None
+        self.cache = cuts[0].cache if cuts else None
         before = [dict(vars(layer)) for c in cuts for layer in c.cache.layers[: self.periods.captured]]
         try:
             result = compiled(self.small.model, *few_args, **few_kwargs)
@@ -163,7 +166,7 @@ class BlockPrograms:
                 self._complete(cache, None)
             return result
         finally:
-            self._call, self._cache, self._results = ((), {}), None, None
+            self._call, self.cache, self._results = ((), {}), None, None
 
     def _complete(self, cache: Any, before: list[dict[str, Any]] | None) -> None:
         """Give the layers of the other blocks what those of the first ones have got from the call."""
@@ -233,8 +236,8 @@ class BlockPrograms:
         for i, block in enumerate(self.blocks[: self.periods.captured]):
             for name, tensor in (*block.named_parameters(), *block.named_buffers()):
                 found.setdefault(id(tensor), []).append((f"block.{name}", i))
-        if self._cache is not None:
-            for i, layer in enumerate(self._cache.layers[: self.periods.captured]):
+        if self.cache is not None:
+            for i, layer in enumerate(self.cache.layers[: self.periods.captured]):
                 for name, value in vars(layer).items():
                     if isinstance(value, torch.Tensor):
                         found.setdefault(id(value), []).append((f"cache.{name}", i))
@@ -256,7 +259,7 @@ class BlockPrograms:
             return _sizes_of(self.tensor((name, role[1])))[int(dim)]
         kind, _, name = role[0].partition(".")
         if kind == "cache":
-            return getattr(self._cache.layers[role[1]], name)
+            return getattr(self.cache.layers[role[1]], name)
         path, _, leaf = name.rpartition(".")
         return getattr(self.blocks[role[1]].get_submodule(path), leaf)
 
@@ -292,6 +295,8 @@ class OutlineOfCall:
 
         of_parameters = [role for role in others if like(role) < count]
         self._inputs = [role for role in others if like(role) >= count]
+        named = [role[0].partition(".") for role in self._inputs]
+        self._of_cache = [name if kind == "cache" else "" for kind, _, name in named]
         self.like = [like(role) - count for role in self._inputs]
         self.parameters: list[nn.Parameter] = [owner.tensor(role) for role in of_parameters]
         for role, parameter in zip(of_parameters, self.parameters, strict=True):
@@ -327,7 +332,11 @@ class OutlineOfCall:
         Raises:
             ParametersReplaced: It is not.
         """
-        found = [self._owner.tensor(role) for role in self._inputs]
+        owner, cache = self._owner, self._owner.cache
+        found = [
+            getattr(cache.layers[role[1]], name) if name else owner.tensor(role)
+            for role, name in zip(self._inputs, self._of_cache, strict=True)
+        ]
         for tensor, like in zip(found, self._select(own), strict=True):
             if not _alike(tensor, like):
                 raise ParametersReplaced("the layers of the KV cache differ in their form")
@@ -420,7 +429,9 @@ def _is_flat(cache: Any) -> bool:
     beside = [value for name, value in vars(cache).items() if name != "layers"]
     if not all(isinstance(value, (*NUMBERS, torch.device, type)) for value in beside):
         return False
-    return all(isinstance(value, PLAIN) for layer in cache.layers for value in vars(layer).values())
+    attributes: list[dict[str, Any]] = [layer.__dict__ for layer in cache.layers]
+    types = set(map(type, chain.from_iterable(map(dict.values, attributes))))
+    return all(issubclass(each, PLAIN) for each in types)
 
 
 def _kind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from ..capture.dynamic_shapes import mark_dynamic, mark_static
 from ..capture.required_gradients import check_required_gradients
 from ..capture.trace import adapt_libraries, end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
-from ..compat.dynamo import CAPTURE_ERRORS, raise_recompile_limit
+from ..compat.dynamo import CAPTURE_ERRORS, raise_recompile_limit, traced_methods
 from ..compat.torch import has_backward_hooks
 from ..compat.transformers import collector_as_global
 from ..config import Config
@@ -103,7 +103,7 @@ class CompiledCall:
 
         def needed(entries: Sequence[Any]) -> list[bool]:
             watch.read_attributes(attributes_read(entries))
-            return needed_guards(entries)
+            return needed_guards(entries, watch.watches)
 
         checks_itself = False
 
@@ -114,10 +114,12 @@ class CompiledCall:
 
         def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
             nonlocal checks_itself
+            methods = traced_methods()
             check_required_gradients(graph_module, self.forward is not None, self.name)
             register_late_parameters(self.module, self.name, self.ctx, self.config)
-            program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config, blocks)
+            program = parallelize_backend(graph_module, example_inputs, self.ctx, self.config, blocks, self.name)
             malloc_trim()
+            watch.read_methods(methods)
             checks_itself = blocks is not None or compiles(self.ctx, self.config)
             if unguarded and not torch.is_grad_enabled() and not checks_itself:
                 assert self.ctx.last_optimized_graph_module is not None

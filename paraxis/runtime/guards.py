@@ -23,6 +23,7 @@ from torch import nn
 from ..capture.trace import guards_mha_fastpath
 from ..compat.dynamo import (
     attribute_of,
+    class_attribute_of_module,
     guards_global_constant,
     guards_subclass_metadata,
     guards_torch_module,
@@ -53,19 +54,20 @@ def other_than_parameters(entries: Sequence[Any]) -> list[bool]:
     return [_owner(e) not in parameters and not guards_mha_fastpath(e) for e in entries]
 
 
-def needed_guards(entries: Sequence[Any]) -> list[bool]:
+def needed_guards(entries: Sequence[Any], watched: Callable[[str, Any], bool]) -> list[bool]:
     """The guards that a compiled program needs beside its own checks; all, where gradients are computed.
 
     Dropped are those on sharded parameters; on the inside of sharded tensors but the first (the caches of all layers
     have one layout, and change together); on torch's own modules except for whether they are in training; on
-    attributes of the classes of modules and caches; and on global names of modules, classes and built-in functions.
+    attributes of the classes of caches and, where ``watched(name, value)``, of modules; and on global names of modules,
+    classes and built-in functions.
     """
     if torch.is_grad_enabled():
         return all_guards(entries)
     sharded = dict(_sharded(entries))
     first = next((source for source, value in sharded.items() if not _is_parameter(value)), None)
     sharded.pop(first, None)
-    return [_is_needed(e, sharded) for e in entries]
+    return [_is_needed(e, sharded, watched) for e in entries]
 
 
 def attributes_read(entries: Sequence[Any]) -> set[str]:
@@ -81,7 +83,7 @@ def attributes_read(entries: Sequence[Any]) -> set[str]:
     }
 
 
-def _is_needed(entry: Any, sharded: dict[Any, ShardedTensor]) -> bool:
+def _is_needed(entry: Any, sharded: dict[Any, ShardedTensor], watched: Callable[[str, Any], bool]) -> bool:
     source = source_of(entry)
     if source is None:
         return True
@@ -92,12 +94,13 @@ def _is_needed(entry: Any, sharded: dict[Any, ShardedTensor]) -> bool:
         return False
     if is_training_flag(source):
         return True
-    return not (
-        is_class_attribute_of_local(source)
-        or guards_global_constant(entry)
-        or guards_torch_module(entry)
-        or guards_mha_fastpath(entry)
-    )
+    if is_class_attribute_of_local(source) and not guards_torch_module(entry):
+        attribute = class_attribute_of_module(source)
+        if attribute is None:
+            return False
+        name, inside = attribute  # of a list or dictionary, say
+        return inside or not (entry.has_value and watched(name, entry.value))
+    return not (guards_global_constant(entry) or guards_torch_module(entry) or guards_mha_fastpath(entry))
 
 
 def _sharded(entries: Sequence[Any]) -> Iterable[tuple[Any, ShardedTensor]]:

@@ -21,13 +21,15 @@ from ..distributed.consensus import on_all_ranks
 from ..integrations.accelerate import adapt_accelerator
 from ..integrations.peft import has_adapters, save_adapters
 from ..integrations.trainer_mixin import adapt_trainer
+from ..tensor.pickling import refuse_pickling
 from ..tensor.sharded_tensor import ShardedTensor
 from ..tensor.wrappers import refuse_wrappers
 from ..weights.compare_parameters import check_before_saving, remember
+from ..weights.quantized.save import is_quantized
 from ..weights.save import save_checkpoint
 from .agreed_generate import agreed_generate
 from .compiled_call import CompiledCall
-from .continuous_batching import bounded_cache
+from .continuous_batching import destroy_batch, parallel_batching
 from .conversion import install_conversion
 from .generation.install import install_generation_loop
 from .redirect_forward import compiled_call_of, model_copier, redirect_forward
@@ -40,6 +42,7 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
         model.register_state_dict_post_hook(_state_as_dtensors)
     remember(model, ctx)
     refuse_wrappers(model)
+    refuse_pickling(model)
     adapt_training_libraries(model, ctx)
     install_conversion(model)
     model.__deepcopy__ = model_copier(model, call, install_model_methods)
@@ -58,13 +61,15 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
     if hasattr(model, "generate") and dist.get_world_size(ctx.world_group) > 1:
         model.generate = agreed_generate(model.generate, model, ctx, call.config)
     model.compile = already_compiled
-    if hasattr(model, "init_continuous_batching") and ctx.current_device.type == "cpu":
-        model.init_continuous_batching = bounded_cache(model.init_continuous_batching, ctx)
+    if hasattr(model, "init_continuous_batching"):
+        model.init_continuous_batching = parallel_batching(model, ctx, call.config)
+        model.destroy_cached_continuous_batching_manager = partial(destroy_batch, model)
     if hasattr(model, "get_compiled_call"):  # what generate decodes with: it is compiled already
         model.get_compiled_call = lambda compile_config=None: model.__call__
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = partial(_keep_token_embeddings, model)
-    if hasattr(model, "save_pretrained") and dist.get_world_size(ctx.world_group) > 1:
+    several = dist.get_world_size(ctx.world_group) > 1
+    if hasattr(model, "save_pretrained") and (several or any(is_quantized(p) for p in model.parameters())):
         model.save_pretrained = _saver(model, ctx)
 
 

@@ -7,14 +7,18 @@ modules (:mod:`.guards`). What they would notice is noticed here instead, withou
   registered. Only after one of these counts has changed are the modules of the model looked at.
 - A hook that is removed leaves fewer hooks; an attribute that is set on one of torch's modules, more attributes. Their
   numbers are summed up. The class of one of torch's modules is compared: assigning ``__class__`` is no call.
-- Classes are few: the methods and constants of those that define a forward are compared one by one.
+- Classes are few: the methods and constants of those that define a forward are compared one by one, and so are the
+  methods of other classes that a program is made of (KV caches).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from operator import is_, itemgetter
-from types import FunctionType
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from itertools import repeat
+from operator import getitem, is_, itemgetter
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -68,6 +72,7 @@ class ModelWatch:
         self.graph_hooks: tuple[int, ...] = ()
         """The ids of hooks that are part of the program: another program for other hooks."""
         self._names: set[str] = set()
+        self._methods: set[tuple[type, str]] = set()
         self._look()
 
     def read_attributes(self, names: Iterable[str]) -> None:
@@ -76,16 +81,35 @@ class ModelWatch:
             self._names.update(names)
             self._look()
 
+    def read_methods(self, methods: Iterable[tuple[type, str]]) -> None:
+        """Look at these methods of classes, too, from now on: a program is made of them."""
+        if not self._methods.issuperset(methods):
+            self._methods.update(methods)
+            self._look()
+
     def changed(self) -> bool:
         """Whether something may have changed since the last look. It takes microseconds, however large the model."""
         return not (
             self._seen == registrations()
             and self._hook_count == self._count_hooks()
-            and all(map(is_, map(getattr, self._owners, self._members), self._values))
+            and self._classes_are_same()
+            and all(map(is_, map(getattr, self._patchable, self._patched, repeat(None)), self._functions))
             and self._attribute_count == sum(map(len, self._attributes))
             and all(map(is_, map(type, self._torch_parts), self._types))
             and all(list(map(get, attributes)) == known for get, attributes, known in self._constants)
         )
+
+    def watches(self, name: str, value: Any) -> bool:
+        """Whether this is an attribute of a class that is compared in every call."""
+        return any(known is value and member == name for member, known in zip(self._members, self._values))
+
+    def _classes_are_same(self) -> bool:
+        if sum(map(len, self._owners)) != self._class_size:  # one got another attribute, which may hide that of a base
+            return False
+        try:
+            return all(map(is_, map(getitem, self._owners, self._members), self._values))
+        except KeyError:  # one was deleted
+            return False
 
     def look(self) -> bool:
         """Look at the model again. Whether programs that were compiled before are stale, whatever the hooks are."""
@@ -121,6 +145,8 @@ class ModelWatch:
             key for module in {id(m): m for _, ms in self._hooked for m in ms}.values() for key in graph_hooks(module)
         )
         self._owners, self._members, self._values = class_members(dict.fromkeys(map(type, (self.module, *modules))))
+        self._class_size = sum(map(len, self._owners))
+        self._patchable, self._patched, self._functions = methods_now(self._methods)
         torchs = [m for m in modules if is_torch_class(type(m))] if self._torch_modules else []
         self._torch_parts, self._types = torchs, [type(module) for module in torchs]
         self._attributes = [module.__dict__ for module in torchs]
@@ -137,6 +163,7 @@ class ModelWatch:
             [p for module in (self.module, *modules) for p in module._parameters.values()],
             [x for d in self._attributes for name, x in d.items() if callable(x) and name != COMPILED_CALL],
             self._values,
+            self._functions,
             [x for _, _, known in self._constants for x in known],
         )
 
@@ -158,16 +185,54 @@ def is_torch_class(cls: type) -> bool:
     return cls.__module__.startswith(("torch.nn.", "torch.ao."))
 
 
-def class_members(classes: Iterable[type]) -> tuple[list[type], list[str], list[Any]]:
-    """(classes, names, values) of what classes of modules define beside a forward; of torch's, the forward alone."""
+def class_members(classes: Iterable[type]) -> tuple[list[Mapping[str, Any]], list[str], list[Any]]:
+    """(dictionaries, names, values) of what classes of modules have, as far as forwards may use it: all that those with
+    a forward define, and what these functions name of their base classes; of torch's, the forward alone.
+
+    Lists, dictionaries and other objects are left to guards, which see what is inside of them.
+    """
     found: dict[tuple[type, str], Any] = {}
+
+    def add(base: type, names: Iterable[str]) -> set[str]:
+        """Watch these members; the names that they use."""
+        used: set[str] = set()
+        for name in names:
+            value = vars(base).get(name)
+            if isinstance(value, (FunctionType, property, staticmethod, classmethod, *_PLAIN)):
+                found[base, name] = value
+                used |= names_used(value)
+        return used
+
     for cls in classes:
-        for base in cls.__mro__:
-            if base is nn.Module or "forward" not in vars(base):
-                continue
-            names = ["forward"] if is_torch_class(base) else [n for n in vars(base) if not n.startswith("__")]
-            for name in names:
-                value = getattr(base, name, None)
-                if isinstance(value, (FunctionType, property, *_PLAIN)) and getattr(base, name) is value:
-                    found[base, name] = value
+        bases = [base for base in cls.__mro__ if base not in (nn.Module, object)]
+        used: set[str] = set()
+        for base in bases:
+            if "forward" in vars(base):
+                torchs = is_torch_class(base)
+                used |= add(base, ["forward"] if torchs else [n for n in vars(base) if not n.startswith("__")])
+        others = [base for base in bases if "forward" not in vars(base) and not is_torch_class(base)]
+        seen: set[str] = set()
+        while new := used - seen:
+            seen |= new
+            used = used.union(*(add(base, new & vars(base).keys()) for base in others))
+    return [vars(cls) for cls, _ in found], [name for _, name in found], [*found.values()]
+
+
+def methods_now(methods: Iterable[tuple[type, str]]) -> tuple[list[type], list[str], list[Any]]:
+    """(classes, names, values) of these methods of classes, but for what is made anew by each look."""
+    found = {(cls, name): getattr(cls, name, None) for cls, name in methods}
+    found = {key: value for key, value in found.items() if value is None or isinstance(value, (FunctionType, property))}
     return [cls for cls, _ in found], [name for _, name in found], [*found.values()]
+
+
+@lru_cache(maxsize=4096)
+def names_used(member: Any) -> frozenset[str]:
+    """The names of attributes that a function, method or property uses, with those of the functions inside of it."""
+    function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+    codes = [inspect.unwrap(function).__code__] if isinstance(function, FunctionType) else []
+    names: set[str] = set()
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [x for x in code.co_consts if isinstance(x, CodeType)]
+    return frozenset(names)

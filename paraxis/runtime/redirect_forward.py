@@ -18,6 +18,7 @@ from torch import nn
 
 from ..capture.cached_properties import compute_cached_properties
 from ..capture.trace import is_tracing
+from ..compat.attention_masks import note_full_attention
 from ..compat.dynamo import never_compile
 from ..compat.torch import COMPILED_CALL, set_compiled_call
 from ..compat.transformers import install_output_hooks
@@ -32,6 +33,7 @@ _BOUND = {
     "forward",
     "generate",
     "init_continuous_batching",
+    "destroy_cached_continuous_batching_manager",
     "save_pretrained",
     "resize_token_embeddings",
     "get_compiled_call",
@@ -48,6 +50,7 @@ _BOUND = {
 def compiled_call_of(model: nn.Module, ctx: ParallelExecutionCtx, config: Config, name: str = "") -> CompiledCall:
     """The compiled program of a model, or of a part of it that is called by itself."""
     install_output_hooks(model)  # on every rank: one that did not make the plan has not captured the model
+    note_full_attention(model)
     compute_cached_properties(model)
     # A forward that somebody has put on this object is compiled together with the call around it.
     own = None if "forward" in model.__dict__ else model.forward

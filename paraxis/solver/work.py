@@ -12,7 +12,12 @@ from .cost import CONTRACTING, CostModel, numel
 from .program import hint
 
 aten = torch.ops.aten
-_ATTENTION = ("scaled_dot_product_attention", "paraxis::packed_attention", "flex_attention")
+_ATTENTION = (
+    "scaled_dot_product_attention",
+    "paraxis::packed_attention",
+    "paraxis::paged_attention",
+    "flex_attention",
+)
 _GROUPED = ("_grouped_mm", "transformers::grouped_mm_fallback")
 
 

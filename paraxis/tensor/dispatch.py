@@ -13,7 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..compat.torch import DisableTorchFunctionSubclass, operator_name, pytree, schema_of
-from ..distributed.random import RandomState
+from ..distributed.random import run_as_first_rank
 from ..utils.user_line import warn_user
 from .grad_scaler import unscale
 from .norms import norms
@@ -25,6 +25,8 @@ aten = torch.ops.aten
 
 def dispatch(func: Any, args: Any, kwargs: Any, sharded: list[ShardedTensor]) -> Any:
     """The result of an operator, some of whose arguments are sharded."""
+    if func is aten.view.default and tuple(args[1]) == tuple(args[0].shape):  # view_as() of a tensor of the same shape
+        func, args = aten.alias.default, args[:1]
     if _runs_on_shards(func, args, kwargs, sharded):
         return _on_shards(func, args, kwargs, sharded[0])
     result = norms(func, args, kwargs)
@@ -210,7 +212,7 @@ def _replicated(func: Any, args: Any, kwargs: Any) -> Any:
         tensor = gathered[0][0]
         world_group = getattr(tensor._spec, "world_group", None) or tensor._spec.group
         assert world_group is not None
-        result = RandomState(world_group, tensor.device).run(func, False, *full_args, **full_kwargs)
+        result = run_as_first_rank(func, world_group, tensor.device, *full_args, **full_kwargs)
     else:
         result = func(*full_args, **full_kwargs)
     if any(r.alias_info is not None and not r.alias_info.is_write for r in schema_of(func).returns):

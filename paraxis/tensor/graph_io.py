@@ -6,6 +6,7 @@ them and passes find them by identity.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,15 +25,38 @@ follows from. A group may be made anew under an old name, so the entry is checke
 
 def wrap_shard(local: torch.Tensor, placement: str, shape: tuple[int, ...], group: str) -> torch.Tensor:
     """A result that leaves the program sharded. ``shape`` is the global one, with -1 for dynamic sizes."""
+    spec, sharded = _found(placement, shape, group)
+    return wrap(local, spec, _global_size(local.shape, sharded))
+
+
+def wrap_shards(results: list[Any], wrappers: dict[tuple[str, tuple[int, ...], str], list[int]]) -> None:
+    """:func:`wrap_shard` for the results at several positions, by its other arguments: a prefill returns two tensors
+    per layer, most of them of one shape."""
+    for arguments, positions in wrappers.items():
+        spec, sharded = _found(*arguments)
+        sizes: dict[Any, list[int]] = {}
+        for i in positions:
+            local = results[i]
+            size = sizes.get(local.shape)
+            if size is None:
+                size = sizes[local.shape] = _global_size(local.shape, sharded)
+            results[i] = wrap(local, spec, size)
+
+
+def _found(placement: str, shape: tuple[int, ...], group: str) -> tuple[ShardSpec, list[tuple[int, int, int, int]]]:
     ranks: Any = resolve_process_group(group)
     found = _specs.get((placement, shape, group))
     if found is None or found[0].group is not ranks:
         found = _specs[placement, shape, group] = _spec_of(placement, shape, ranks)
-    spec, sharded = found
-    size = list(local.shape)
+    return found
+
+
+def _global_size(local: Sequence[int], sharded: list[tuple[int, int, int, int]]) -> list[int]:
+    """The global sizes of a shard with these sizes."""
+    size = list(local)
     for dim, full, period, held in sharded:
         size[dim] = full if full != -1 else size[dim] * period // held
-    return wrap(local, spec, size)
+    return size
 
 
 def _spec_of(

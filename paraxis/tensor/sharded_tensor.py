@@ -148,14 +148,27 @@ class ShardedTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Copy values of the same shape, from a sharded tensor or from a full one; the dtype becomes theirs."""
+        """Take values of the same shape, and their dtype. The values from before stay what they were: two tensors can
+        swap theirs. The shard of a tensor that is sharded alike is shared; of any other it is a copy."""
         if value.shape != self.shape or value.device != self.device:
             raise RuntimeError(
                 f"a sharded tensor keeps its shape and device: {tuple(self.shape)} on {self.device} cannot become "
                 f"{tuple(value.shape)} on {value.device}"
             )
-        convert_shard(self, lambda shard: shard.to(value.dtype))
-        self.detach().copy_(value)
+        alike = isinstance(value, ShardedTensor) and (value.placement, value.dp_shard) == (
+            self.placement,
+            self.dp_shard,
+        )
+        if alike:
+            local = value._local  # type: ignore[attr-defined]
+        else:
+            local = torch.empty_like(self._local, dtype=value.dtype)
+            ShardedTensor(local, self._spec, self.shape).copy_(value)
+        if local.dtype != self.dtype:
+            convert_shard(self, lambda _: local)
+        else:
+            self._local = local
+            _Shards.version += 1
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         """A copy with its own shard. The copy of a parameter is a new parameter with the same placement."""
@@ -345,7 +358,7 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
 def wrap(local: torch.Tensor, spec: ShardSpec, size: Sequence[int]) -> ShardedTensor:
     """A sharded tensor around this rank's shard; differentiable."""
     if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        return ShardedTensor(local.detach(), spec, tuple(size))
+        return ShardedTensor(local.detach() if local.requires_grad else local, spec, size)
     return _Wrap.apply(local, spec, tuple(size))  # type: ignore[no-any-return]
 
 

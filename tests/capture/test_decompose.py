@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from capture.capturing import Model, aten_of, captured, names, node_of
@@ -34,11 +35,26 @@ def test_embedding_and_matmul_are_not_decomposed() -> None:
     assert names(aten_of(function, torch.zeros(2, 3, dtype=torch.long))) == ["embedding", "matmul"]
 
 
+def test_gradients_stop_where_the_model_stops_them() -> None:
+    def function(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, w).detach() * w + F.linear(x, w).data
+
+    assert names(aten_of(function, torch.ones(4, 4))).count("detach") == 2
+
+
 def test_other_functions_are_decomposed() -> None:
     found = targets(aten_of(lambda w, x: F.hardswish(x) + torch.addcdiv(x, w, w + 1), torch.ones(4, 4)))
     assert all(isinstance(t, torch._ops.OpOverload) for t in found)
     assert aten.hardswish.default not in found or rule_for(aten.hardswish.default) is not None
     assert all(rule_for(t) is not None for t in found)
+
+
+def test_a_function_that_somebody_has_patched_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The patch is part of the captured graph; what it calls is torch's own."""
+    own = F.silu
+    monkeypatch.setattr(F, "silu", lambda x: own(x) * 2)
+    found = names(aten_of(lambda w, x: F.silu(x), torch.ones(4, 4)))
+    assert found == ["silu", "mul"] and F.silu is not own
 
 
 def test_placeholders_keep_their_order() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.fx import Graph, GraphModule
 
 from paraxis.graph.python_calls import FUNCTIONS, METHODS, OF_TWO, with_python_calls
@@ -83,6 +84,19 @@ def test_the_same_results_and_gradients(target: Any) -> None:
     assert first.dtype == second.dtype and torch.equal(first, second)
     for a, b in zip(gradients, others, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("target", FUNCTIONS, ids=str)
+def test_functions_that_somebody_patches_are_called_as_they_were(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the program is made or after: what a model calls was captured with the patch in it."""
+    module, tensors = program_of(target, ARGUMENTS[target], {})
+    (expected,) = module(*tensors)
+    before = with_python_calls(module)
+    for owner in (torch, F):
+        for name in {FUNCTIONS[target].__name__} & vars(owner).keys():
+            monkeypatch.setattr(owner, name, lambda *args, **kwargs: None)
+    for program in (before, with_python_calls(module)):
+        assert torch.equal(program(*tensors)[0], expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

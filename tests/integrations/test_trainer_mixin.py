@@ -80,8 +80,8 @@ def test_adapters_of_peft(checkpoints: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_trl_has_the_losses_of_one_process_but_gathers_the_weights(checkpoints: Any, tmp_path: Path) -> None:
-    """``SFTTrainer`` replaces the forward: correct, saved and resumed, but not tensor-parallel. See the guide."""
+def test_trl_has_the_losses_of_one_process_but_gathers_the_head(checkpoints: Any, tmp_path: Path) -> None:
+    """``SFTTrainer`` replaces the forward: correct, saved and resumed, but its head is gathered. See the guide."""
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
     check(checkpoints("llama", num_hidden_layers=1), tmp_path, "--sft", gathers=True)

@@ -56,6 +56,60 @@ class Tripled(nn.Linear):
         return 3 * super().forward(input)
 
 
+class Tables:
+    """A base class without a forward."""
+
+    gain = 1.0
+
+    def mixed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class OfItsClass(Tables, Scaled):
+    """Blocks that compute with what their classes have."""
+
+    factors = [1.0]
+
+    @classmethod
+    def of_class(cls, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.of_class(self.mixed(super().forward(x))) * self.gain * self.factors[0]
+
+
+CLASS_CHANGES: dict[str, Callable[[], Any]] = {
+    "list": lambda: OfItsClass.factors.__setitem__(0, 2.0),
+    "method of a base": lambda: setattr(Tables, "mixed", lambda self, x: x * 0.9),
+    "class method": lambda: setattr(OfItsClass, "of_class", classmethod(lambda cls, x: x * 0.7)),
+    "hides that of a base": lambda: setattr(OfItsClass, "gain", 0.5),
+}
+
+
+def change_class() -> dict[str, tuple[float, float]]:
+    """(error, change of the results) after each of the changes of a class, which add up, in the default mode."""
+
+    def deep() -> Deep:
+        model = Deep()
+        for block in model.blocks:
+            block.__class__ = OfItsClass
+        return model
+
+    torch._dynamo.reset()
+    x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
+    model, unsharded, _ = parallel_module(deep, x)
+    found = {}
+    with torch.no_grad():
+        before = unsharded(x)
+        model(x)
+        for name, apply in CLASS_CHANGES.items():
+            apply()
+            expected = unsharded(x)
+            found[name] = (max_difference(model(x), expected), max_difference(expected, before))
+            before = expected
+    return found
+
+
 def patched(block: Any, factor: float) -> None:
     block.forward = lambda x: type(block).forward(block, x) * factor
 
@@ -109,4 +163,10 @@ def change(compile: str | None) -> dict[str, tuple[float, float]]:
 def test_changes_of_one_block_are_honoured(ranks: Any, compile: str | None) -> None:
     for found in ranks(2).run(change, compile, timeout=600):
         assert list(found) == list(CHANGES) and all(effect > 1e-4 for _, effect in found.values()), found
+        assert not {name: error for name, (error, _) in found.items() if not error < 1e-4}
+
+
+def test_changes_of_a_class_are_honoured(ranks: Any) -> None:
+    for found in ranks(2).run(change_class, timeout=600):
+        assert list(found) == list(CLASS_CHANGES) and all(effect > 1e-4 for _, effect in found.values()), found
         assert not {name: error for name, (error, _) in found.items() if not error < 1e-4}

@@ -43,6 +43,20 @@ class Unordered(nn.Module):
         return self.down(self.up(sum(scaled[name] for name in self.NAMES)).relu())
 
 
+class Stopped(nn.Module):
+    """Stops gradients in the three ways that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        with torch.no_grad():
+            target = self.b(y).relu()
+        return self.c(self.b(y.detach()).relu() + target + self.b(x).data) * y
+
+
 class MLP(nn.Sequential):
     """Linear layers with a norm in between."""
 
@@ -63,7 +77,7 @@ def run_module(make: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("make", "gradients"), [(MLP, 1e-4), (Unordered, 1e-4), (Einsum, 1e-3)])
+@pytest.mark.parametrize(("make", "gradients"), [(MLP, 1e-4), (Stopped, 1e-4), (Unordered, 1e-4), (Einsum, 1e-3)])
 def test_module_equals_the_unsharded_one(ranks: Any, make: Any, gradients: float) -> None:
     for found in ranks(2).run(run_module, make):
         assert found["outputs"] < (1e-5 if make is MLP else 1e-4) and found["gradients"] < gradients

@@ -33,6 +33,7 @@ class Lookups(nn.Module):
             "index_select": table.index_select(0, ids.flatten()),
             "rows one by one": torch.stack([table[i] for i in ids.unbind(-1)], 1),
             "embedding": F.embedding(ids, table),
+            "embedding with gradients by frequency": F.embedding(ids, table, scale_grad_by_freq=True),
             "embedding of a computed table": F.embedding(ids, table.tanh()),
             "embedding of layers' results": F.embedding(ids, self.down(self.up(table))),
             "computed": self.up(self.embed.weight)[ids],

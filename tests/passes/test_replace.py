@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import torch
 from passes.small import TinyLM, inputs, planned
 
 from paraxis import Config
+from paraxis.compat.host_functions import HOST_FUNCTION
 from paraxis.graph.local_program import info_of
 from paraxis.passes import ParallelLayerReplacePass
+from paraxis.passes.replace import _constants
 from paraxis.passes.solve import solved_of
 from paraxis.plan.offline import Planned
 from paraxis.weights.materialize import materialize_parameters
@@ -57,3 +62,18 @@ def test_program_of_one_rank_computes_the_model() -> None:
             loss, hidden = program(*values)
         torch.testing.assert_close(loss, expected["loss"])
         torch.testing.assert_close(hidden, expected["hidden"])
+
+
+def test_numbers_of_host_functions_are_of_one_process_alone() -> None:
+    """Ranks compare the numbers of their programs, and each process numbers its host functions itself."""
+
+    def steps(number: int) -> Any:
+        calls = [(HOST_FUNCTION, ["x", number]), (torch.ops.aten.mul.Tensor, ["x", 2.5])]
+        node = SimpleNamespace(meta={})
+        found = [
+            SimpleNamespace(node=node, call=SimpleNamespace(target=target, args=args[1:], kwargs={}))
+            for target, args in calls
+        ]
+        return SimpleNamespace(program=SimpleNamespace(steps=found))
+
+    assert _constants(steps(17)) == _constants(steps(18)) == ["aten.mul.Tensor(2.5) in the model"]

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from rules.families import assert_offers, strategies, validate
+from rules.families import assert_offers, validate
 
-from paraxis.placement import PARTIAL, REPLICATE
-from paraxis.rules.validation.check import input_placements
+from paraxis.rules.validation import check
 from paraxis.rules.validation.draw import f, i
-from paraxis.rules.validation.run import call_of, indices, same, shard_of
 
 aten = torch.ops.aten
 
@@ -34,26 +32,10 @@ def test_rule_offers_these_placements(op: Any, args: Any, inputs: tuple[str, ...
     assert_offers(op, args, inputs, outputs)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_vocabulary_parallel_embedding(world: int) -> None:
-    """Each rank looks up the ids of its rows and gives zeros for the others: the sum is the embedding."""
-    table, ids = f(13, 6), i(13, 4, 5)
-    call, _ = call_of(aten.embedding.default, (table, ids), {}, world)
-    found = [
-        s
-        for placements in input_placements(call, world, free=True)
-        for s in strategies(aten.embedding.default, (table, ids), placements, world)
-        if s.kind == "vocab"
-    ]
-    assert found
-    for strategy in found:
-        assert strategy.inputs[1] == REPLICATE and strategy.outputs == (PARTIAL,)
-        layout = strategy.inputs[0].dims[0]  # type: ignore[union-attr]
-        total = torch.zeros(4, 5, 6, dtype=torch.float64)
-        for rank in range(world):
-            rows = indices(layout, 13, rank)
-            assert rows == list(range(rows[0], rows[-1] + 1)), "the ids of a rank must be one range"
-            mine = (ids >= rows[0]) & (ids <= rows[-1])
-            local = aten.embedding.default(shard_of(table, strategy.inputs[0], rank), (ids - rows[0]) * mine)
-            total += local * mine[..., None]
-        assert same(total, aten.embedding.default(table, ids))
+@pytest.mark.parametrize(("padding", "by_frequency"), [(-1, False), (3, False), (-1, True)])
+def test_vocabulary_parallel_embedding(padding: int, by_frequency: bool) -> None:
+    """Each rank looks up the ids of its rows; not where gradients depend on how often all ids occur."""
+    args = f(13, 6), i(13, 4, 5), padding, by_frequency
+    found = check(aten.embedding.default, *args, worlds=(2, 4), gradients=(2,))
+    assert not found.wrong, found.wrong[:5]
+    assert any(kind == "vocab" for _, _, kind in found.checked) != by_frequency

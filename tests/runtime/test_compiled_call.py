@@ -51,6 +51,8 @@ def run_with_graph_break() -> dict[str, Any]:
     return {
         **errors,
         "breaks": ctx.plan.breaks,
+        "work": sorted((m.module, m.sharded / m.flops) for m in ctx.plan.matmuls),
+        "collectives": sorted(c.module for c in ctx.plan.collectives),
         "local": {name: p.local_shape for name, p in ctx.plan.parameters.items()},
         "children": [isinstance(block._compiled_call_impl, SubmoduleCall) for block in model.blocks],
         "loaded": all(p.to_local().numel() > 0 for p in model.parameters()),
@@ -63,6 +65,8 @@ def test_graph_break_compiles_the_children(ranks: Any) -> None:
         (broken,) = found["breaks"]
         assert "if x.mean().item() > 100" in broken and broken.startswith("the model: ")
         assert found["children"] == [True, True] and found["loaded"]
+        assert found["work"] == [(f"blocks.{i}.{name}", 1.0) for i in (0, 1) for name in ("down", "up")]
+        assert all(name.startswith("blocks.") for name in found["collectives"])
         assert found["local"]["blocks.0.up.weight"] == (32, 16) and found["local"]["blocks.1.down.weight"] == (16, 32)
         assert found["local"]["scale"] == (16,) and found["local"]["unused.weight"] == (2, 4)
 
@@ -188,6 +192,7 @@ def run_with_and_without_images() -> dict[str, Any]:
         "breaks": planned.breaks,
         "unplanned": planned.unplanned,
         "tower": {n: p.local_shape for n, p in planned.parameters.items() if n.startswith("tower.0") and "weight" in n},
+        "matmuls": {m.module: (m.flops, m.local) for m in planned.matmuls},
         "shared": sharded_fraction(planned.matmuls, "tower"),
         "breaks after": ctx.plan.breaks,
         "inputs of text": sum(node.op == "placeholder" for node in text_graph.nodes),
@@ -199,6 +204,9 @@ def test_parts_of_calls_that_break_the_graph_are_planned_and_other_calls_stay_gr
         assert max(found["errors"]) < 1e-5 and found["gradients"] < 1e-4
         assert found["tower"] == {"tower.0.up.weight": (32, 16), "tower.0.down.weight": (16, 32)}
         assert found["shared"] == 1.0 and found["unplanned"] == ("positions.weight",)
+        modules = {f"{block}.{name}" for block in ("decoder", "tower.0", "tower.1") for name in ("up", "down")}
+        assert found["matmuls"].keys() == modules, "each once, by their names in the model"
+        assert all(0 < local <= flops / 2 for flops, local in found["matmuls"].values())
         assert len(found["breaks"]) == 1 and "item" in found["breaks"][0]
         assert found["breaks after"] == found["breaks"]
         assert found["inputs of text"] == 1 + 5, "the token ids, and all parameters but those of the tower"

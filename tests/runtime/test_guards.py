@@ -14,6 +14,7 @@ from torch._dynamo.source import AttrSource, GlobalSource, LocalSource, TypeSour
 from torch._guards import GuardSource
 
 from paraxis.runtime.guards import attributes_read, needed_guards
+from paraxis.runtime.model_watch import ModelWatch
 
 
 class Scaled(nn.Module):
@@ -37,7 +38,7 @@ def test_guards_that_stay() -> None:
     graphs = []
 
     def guards(entries: Any) -> list[bool]:
-        needed = needed_guards(entries)
+        needed = needed_guards(entries, watch.watches)
         shown.extend(zip(entries, needed, strict=True))
         return needed
 
@@ -46,6 +47,7 @@ def test_guards_that_stay() -> None:
         return graph
 
     model, x = nn.Sequential(Scaled(), Scaled()).eval(), torch.ones(2, 4)
+    watch = ModelWatch(model, torch_modules=True)
     compiled = torch.compile(entry, backend=backend, options={"guard_filter_fn": guards}, dynamic=False)
     with torch.no_grad():
         assert torch.equal(compiled(model, x), model(x))
@@ -76,6 +78,10 @@ class Renamed:
     member: str = "training"
 
 
+def needed(entry: Any) -> list[bool]:
+    return needed_guards([entry], lambda name, value: True)
+
+
 def test_unknown_sources_stay() -> None:
     """What a guard is called does not matter: only what is recognized is dropped."""
     dropped = [
@@ -83,14 +89,16 @@ def test_unknown_sources_stay() -> None:
         AttrSource(GlobalSource("torch"), "nn"),
     ]
     for source in dropped:
-        assert needed_guards([_entry(source, "MODULE_MATCH")]) == [torch.is_grad_enabled()]
+        assert needed(_entry(source, "MODULE_MATCH")) == [torch.is_grad_enabled()]
         with torch.no_grad():
-            assert needed_guards([_entry(source, "MODULE_MATCH")]) == [False]
-            assert needed_guards([_entry(Renamed(source), "MODULE_MATCH")]) == [isinstance(source.base, GlobalSource)]
+            assert needed(_entry(source, "MODULE_MATCH")) == [False]
+            assert needed(_entry(Renamed(source), "MODULE_MATCH")) == [isinstance(source.base, GlobalSource)]
     with torch.no_grad():
-        assert needed_guards([_entry(Renamed(GlobalSource("torch")), "MODULE_MATCH")]) == [True]
-        assert needed_guards([_entry(AttrSource(LocalSource("model"), "training"), "CONSTANT_MATCH")]) == [True]
-        assert needed_guards([_entry(None, "MODULE_MATCH")]) == [True], "a version that tells no sources"
+        assert needed(_entry(Renamed(GlobalSource("torch")), "MODULE_MATCH")) == [True]
+        assert needed_guards(
+            [_entry(AttrSource(LocalSource("model"), "training"), "CONSTANT_MATCH")], lambda name, value: True
+        ) == [True]
+        assert needed(_entry(None, "MODULE_MATCH")) == [True], "a version that tells no sources"
 
 
 def _entry(source: Any, guard_type: str) -> Any:

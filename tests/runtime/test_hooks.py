@@ -12,7 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models.compare import batch, max_difference, parallel, reference
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+    register_module_full_backward_hook,
+)
 
 from paraxis.runtime.hooks import has_python_hooks, is_pure
 
@@ -81,8 +85,17 @@ def register(model: Any, kind: str, seen: list[torch.Tensor]) -> Any:
             return output * 0.5
         return None
 
-    assert kind == "global"
-    return register_module_forward_hook(record)
+    if kind == "global":
+        return register_module_forward_hook(record)
+
+    def halve(module: nn.Module, args: Any) -> Any:
+        if not isinstance(module, nn.Linear):
+            return None
+        seen.append(args[0])
+        return (args[0] * 0.5,)
+
+    assert kind == "global pre"
+    return register_module_forward_pre_hook(halve)
 
 
 def hook_and_unhook(folder: str, compile: Any, kinds: list[str]) -> dict[str, Any]:
@@ -117,7 +130,12 @@ def hook_and_unhook(folder: str, compile: Any, kinds: list[str]) -> dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("compile", "kinds"), [(None, ["pure", "reads", "changes", "pre", "global"]), ("inductor", ["pure", "changes"])]
+    ("compile", "kinds"),
+    [
+        (None, ["pure", "reads", "changes", "pre", "global", "global pre"]),
+        ("inductor", ["pure", "changes"]),
+        pytest.param("inductor", ["reads", "pre", "global", "global pre"], marks=pytest.mark.long),
+    ],
 )
 def test_hooks_registered_and_removed_after_the_first_call(
     ranks: Any, checkpoints: Any, compile: Any, kinds: list[str]
@@ -126,7 +144,7 @@ def test_hooks_registered_and_removed_after_the_first_call(
     for result in ranks(2).run(hook_and_unhook, folder, compile, kinds):
         assert max(result["errors"]) < 1e-4
         assert result["without hooks"] == 1, "the program without hooks is used again"
-        calls = {"pure": 0, "reads": 2, "changes": 2, "pre": 2, "global": 16}
+        calls = {"pure": 0, "reads": 2, "changes": 2, "pre": 2, "global": 16, "global pre": 16}
         assert result["found"] == {kind: (calls[kind], kind != "reads") for kind in kinds}
 
 
@@ -145,9 +163,12 @@ def test_hooks_on_one_rank_are_refused_on_all(ranks: Any, checkpoints: Any) -> N
         assert "rank 0 that of the model, rank 1 that of model" in message and "alike on every rank" in message
 
 
-def backward_hooks(folder: str) -> list[float]:
-    """Errors of the gradients that a full backward hook sees, and of a step in which it halves them."""
-    (model, _), unsharded = parallel(folder), reference(folder)
+def backward_hooks(folder: str, compile: Any, everywhere: bool) -> list[float]:
+    """Errors of the gradients that a full backward hook sees, and of a step in which it halves them.
+
+    The hook is that of one module, or of all in the process and halves the gradients of linear layers.
+    """
+    (model, _), unsharded = parallel(folder, compile=compile), reference(folder)
     ids, labels = batch(256)
     seen: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     grads: list[torch.Tensor] = []
@@ -156,20 +177,34 @@ def backward_hooks(folder: str) -> list[float]:
         one(input_ids=ids, labels=labels)
 
         def halve(module: Any, inputs: Any, outputs: Any, values: list[torch.Tensor] = values) -> Any:
+            if everywhere and not isinstance(module, nn.Linear):
+                return None
             values.extend([*inputs, *outputs])
             return (inputs[0] * 0.5,)
 
-        handle = one.model.layers[0].mlp.register_full_backward_hook(halve)
+        mlp = one.model.layers[0].mlp
+        register = register_module_full_backward_hook if everywhere else mlp.register_full_backward_hook
+        handle = register(halve)
         one(input_ids=ids, labels=labels).loss.backward()
         handle.remove()
         grad = one.model.layers[0].self_attn.o_proj.weight.grad
         grads.append(grad.full_tensor() if hasattr(grad, "full_tensor") else grad)
-    assert len(seen[0]) == len(seen[1]) == 2
+    assert len(seen[0]) == len(seen[1]) == (16 if everywhere else 2)
     return [max_difference(a, b) for a, b in [*zip(*seen, strict=True), (grads[0], grads[1])]]
 
 
-def test_full_backward_hook_sees_global_gradients(ranks: Any, checkpoints: Any) -> None:
-    for errors in ranks(2).run(backward_hooks, checkpoints("llama", num_hidden_layers=1)):
+@pytest.mark.parametrize(
+    ("compile", "everywhere"),
+    [
+        (None, False),
+        pytest.param(None, True, marks=pytest.mark.long),
+        pytest.param("inductor", False, marks=pytest.mark.long),
+        pytest.param("inductor", True, marks=pytest.mark.long),
+    ],
+)
+def test_full_backward_hook_sees_global_gradients(ranks: Any, checkpoints: Any, compile: Any, everywhere: bool) -> None:
+    folder = checkpoints("llama", num_hidden_layers=1)
+    for errors in ranks(2).run(backward_hooks, folder, compile, everywhere, timeout=600):
         assert max(errors) < 1e-5
 
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models.compare import batch, max_difference, parallel, reference
 from torch import nn
+from transformers.cache_utils import DynamicLayer
 
 from paraxis.runtime.model_watch import ModelWatch
 
@@ -86,6 +88,27 @@ def test_classes_and_attributes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     assert changed(watch) == (True, True)
 
 
+class Layer:
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+class OtherLayer(Layer):
+    pass
+
+
+def test_methods_of_other_classes_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a class below gets one of its own, and where it is taken away again."""
+    watch = ModelWatch(nn.Sequential(Scaled()), torch_modules=False)
+    watch.read_methods({(Layer, "update"), (OtherLayer, "update"), (Layer, "absent")})
+    assert not watch.changed()
+    for cls, name in ((Layer, "update"), (OtherLayer, "update"), (Layer, "absent")):
+        with monkeypatch.context() as patched:
+            patched.setattr(cls, name, lambda self, x: x, raising=False)
+            assert changed(watch) == (True, True), (cls, name)
+        assert changed(watch) == (True, True), (cls, name)
+
+
 def double(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function that gives twice as much."""
     return lambda *args, **kwargs: function(*args, **kwargs) * 2
@@ -100,15 +123,24 @@ def patch(model: Any, what: str) -> Callable[[], Any]:
     if what == "attribute":
         layer.self_attn.scaling *= 2
         return lambda: setattr(layer.self_attn, "scaling", layer.self_attn.scaling / 2)
-    assert what == "class"
-    cls, own = type(layer.mlp), type(layer.mlp).forward
+    owner, name = {
+        "class": (type(layer.mlp), "forward"),
+        "class of caches": (DynamicLayer, "update"),  # which the model makes in its forward
+        "function of torch": (F, "silu"),
+    }[what]
+    own = getattr(owner, name)
     if own.__name__ == "<lambda>":  # the other model has patched it
         return lambda: None
-    cls.forward = double(own)
-    return lambda: setattr(cls, "forward", own)
+
+    def more_values(self: Any, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return own(self, keys, values * 2, *args, **kwargs)
+
+    more_values.__name__ = "<lambda>"
+    setattr(owner, name, more_values if name == "update" else double(own))
+    return lambda: setattr(owner, name, own)
 
 
-def patch_and_undo(folder: str, compile: Any) -> list[tuple[float, float]]:
+def patch_and_undo(folder: str, compile: Any, changes: list[str]) -> list[tuple[float, float]]:
     """(error of the parallel model, change of the logits) with each change and without it again."""
     (model, _), unsharded = parallel(folder, compile=compile), reference(folder)
     ids, _ = batch(256)
@@ -116,7 +148,7 @@ def patch_and_undo(folder: str, compile: Any) -> list[tuple[float, float]]:
     with torch.no_grad():
         model(input_ids=ids)
         plain = unsharded(input_ids=ids).logits
-        for what in ("forward of a linear", "attribute", "class"):
+        for what in changes:
             undo = [patch(one, what) for one in (model, unsharded)]
             for step in range(2):
                 expected = unsharded(input_ids=ids).logits
@@ -128,8 +160,19 @@ def patch_and_undo(folder: str, compile: Any) -> list[tuple[float, float]]:
     return found
 
 
-@pytest.mark.parametrize("compile", [None, "inductor"])
-def test_patched_modules_and_classes_are_honoured(ranks: Any, checkpoints: Any, compile: Any) -> None:
-    for found in ranks(2).run(patch_and_undo, checkpoints("llama", num_hidden_layers=1), compile):
+@pytest.mark.parametrize(
+    ("compile", "changes"),
+    [
+        (None, ["forward of a linear", "attribute", "class", "function of torch"]),
+        ("inductor", ["forward of a linear", "attribute", "class", "class of caches"]),
+        pytest.param("auto", ["class of caches", "function of torch", "class"], marks=pytest.mark.long),
+        pytest.param("inductor", ["function of torch"], marks=pytest.mark.long),
+    ],
+)
+def test_patched_modules_and_classes_are_honoured(
+    ranks: Any, checkpoints: Any, compile: Any, changes: list[str]
+) -> None:
+    folder = checkpoints("llama", num_hidden_layers=1)
+    for found in ranks(2).run(patch_and_undo, folder, compile, changes, timeout=600):
         assert max(error for error, _ in found) < 1e-4
         assert all((change > 1e-3) == (i % 2 == 0) for i, (_, change) in enumerate(found))

@@ -89,23 +89,36 @@ def test_placements_and_strides_of_arguments() -> None:
     assert ShardGuard({}).matches((first,))
 
 
-def change_the_cache(folder: str, compile: Any) -> list[tuple[str, float]]:
-    """Errors of decode steps on a cache that the user has repeated, selected from, cropped or reordered."""
+def replicate_the_values(cache: Any) -> None:
+    """The shards of the keys stay as they are, the values become replicated."""
+    for layer in cache.layers:
+        if isinstance(layer.values, ShardedTensor):
+            full = layer.values.full_tensor()
+            layer.values = ShardedTensor(full, ShardSpec(REPLICATE, layer.values.group), tuple(full.shape))
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "unchanged": lambda cache: None,
+    "replicated": replicate_the_values,
+    "repeated": lambda cache: cache.batch_repeat_interleave(2),
+    "selected": lambda cache: cache.batch_select_indices(torch.tensor([1, 0, 1])),
+    "cropped": lambda cache: cache.crop(-3),
+    "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+}
+"""What a user does to a cache, by name."""
+
+
+def change_the_cache(folder: str, compile: Any, changes: list[str]) -> list[tuple[str, float]]:
+    """Errors of decode steps on a cache that the user has changed, in this order."""
     (model, _), unsharded = parallel(folder, compile=compile), reference(folder)
     ids, _ = batch(256)
-    changes: dict[str, Callable[[Any], Any]] = {
-        "repeated": lambda cache: cache.batch_repeat_interleave(2),
-        "selected": lambda cache: cache.batch_select_indices(torch.tensor([1, 0, 1])),
-        "cropped": lambda cache: cache.crop(-3),
-        "reordered": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
-    }
     errors = []
     with torch.no_grad():
-        for name, change in changes.items():
+        for name in changes:
             logits: list[list[torch.Tensor]] = []
             for one in (model, unsharded):
                 cache = one(input_ids=ids, use_cache=True).past_key_values
-                change(cache)
+                CHANGES[name](cache)
                 step = ids[:1, :1].expand(cache.layers[0].keys.shape[0], 1).contiguous()
                 logits.append([one(input_ids=step, past_key_values=cache).logits for _ in range(2)])
             errors += [(name, max_difference(a, b)) for a, b in zip(*logits, strict=True)]
@@ -114,5 +127,15 @@ def change_the_cache(folder: str, compile: Any) -> list[tuple[str, float]]:
 
 @pytest.mark.parametrize("compile", [None, "inductor"])
 def test_decode_on_a_cache_that_was_changed(ranks: Any, checkpoints: Any, compile: Any) -> None:
-    for errors in ranks(2).run(change_the_cache, checkpoints("llama", num_hidden_layers=1), compile):
+    changes = ["repeated", "selected", "cropped", "reordered"]
+    for errors in ranks(2).run(change_the_cache, checkpoints("llama", num_hidden_layers=1), compile, changes):
+        assert max(error for _, error in errors) < 1e-4, errors
+
+
+@pytest.mark.parametrize("compile", ["auto", pytest.param("inductor", marks=pytest.mark.long)])
+def test_decode_on_a_cache_with_another_placement(ranks: Any, checkpoints: Any, compile: Any) -> None:
+    """Also where the program for sharded values was the last to run: it must not run for replicated ones."""
+    changes = ["unchanged", "replicated"] * 2
+    folder = checkpoints("llama", num_hidden_layers=1)
+    for errors in ranks(2).run(change_the_cache, folder, compile, changes, timeout=600):
         assert max(error for _, error in errors) < 1e-4, errors

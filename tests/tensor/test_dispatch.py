@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.shards import sharded_parameter
 from tensor.sharded import PLACEMENTS, SHAPE, assert_same, random_tensor, sharded
 from torch import nn
@@ -143,22 +144,58 @@ def views() -> None:
         assert torch.equal(view + 1, x.view(48) + 1)
         traced = torch.compile(lambda y: y.to(torch.float32).relu() + 1, backend="eager", fullgraph=True)
         assert torch.equal(traced(view), x.view(48).relu() + 1)
+        parameter = sharded_parameter(x, PLACEMENTS["columns"])
+        parameter.view_as(x).add_(1)  # the same tensor
+        assert_same("view of the same shape", parameter, x + 1)
         for write in (lambda: view.add_(1), lambda: view.__setitem__(0, 1.0)):
             with pytest.raises(RuntimeError, match="would change a gathered copy and be lost"):
                 write()
 
 
-def random_operators() -> torch.Tensor:
-    """Replicated numbers: the same on all ranks whatever their own seeds are."""
-    t = sharded(random_tensor(), PLACEMENTS["rows"])
+INITIALIZERS: tuple[Any, ...] = (
+    nn.init.normal_,
+    nn.init.normal_,
+    nn.init.kaiming_uniform_,
+    nn.init.trunc_normal_,
+    lambda x: x.bernoulli_(0.5, generator=torch.Generator().manual_seed(5 + dist.get_rank())),
+    lambda x: x.add_(torch.randn_like(x)),
+    lambda x: x.mul_(torch.rand_like(x)),
+)
+
+
+def drawn(seed: int, sharded_too: bool = True) -> list[torch.Tensor]:
+    """What one initializer after another draws, and then the generator itself."""
+    t = sharded(random_tensor(), PLACEMENTS["rows"]) if sharded_too else random_tensor()
+    torch.manual_seed(seed)
+    found: list[torch.Tensor] = []
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        return t.normal_().full_tensor()
+        for initialize in INITIALIZERS:
+            initialize(t)
+            found.append(t.full_tensor() if isinstance(t, ShardedTensor) else t.clone())
+    return [*found, torch.rand(3)]
+
+
+def random_operators() -> None:
+    """Random operators draw what they draw from an unsharded tensor with the seed of rank 0, and go on from there."""
+    rank = dist.get_rank()
+    one_seed, own_seeds = drawn(3), drawn(3 + rank)
+    expected = drawn(3, sharded_too=False)
+    if rank == 0:
+        for i, x in enumerate(expected):
+            assert torch.equal(one_seed[i], x) and torch.equal(own_seeds[i], x), i
+    else:
+        assert torch.equal(one_seed[3], expected[3]) and torch.equal(one_seed[-1], expected[-1])
+        torch.manual_seed(3 + rank)
+        assert torch.equal(own_seeds[-1], torch.rand(3)), "other seeds stay"
+    several = [torch.zeros(1, dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(several, sum(x.double().sum() for x in own_seeds[:-1]).reshape(1))  # type: ignore[union-attr]
+    assert torch.equal(*several), "ranks draw the same whatever their seeds are"
 
 
 @pytest.mark.parametrize(
     "job",
-    [elementwise, in_place_on_full_tensors, lists, lists_of_mixed_placements, views],
+    [elementwise, in_place_on_full_tensors, lists, lists_of_mixed_placements, views, random_operators],
     ids=lambda f: f.__name__,
 )
 def test_on_two_ranks(ranks: Any, job: Any) -> None:
@@ -176,8 +213,3 @@ def test_other_operators_gather_and_warn(ranks: Any) -> None:
         assert any("mm" in m for m in text) and any("aten.cat" in m for m in text)
         assert len(text) == len(set(text)), "once per operator"
         assert all("to_local" in m for m in text)
-
-
-def test_random_operators_draw_the_same_full_tensor(ranks: Any) -> None:
-    first, second = ranks(2).run(random_operators)
-    assert torch.equal(first, second) and not torch.equal(first, random_tensor())

@@ -90,6 +90,15 @@ def assignments() -> None:
         assert_same(f"{name} data", t, random_tensor(1), p)
         t.data = sharded(random_tensor(2), p)
         assert_same(f"{name} sharded data", t, random_tensor(2), p)
+        other, held = sharded(random_tensor(4), PLACEMENTS["rows"]), t.data
+        t.data = other.data
+        other.data = held  # they have swapped their values
+        assert_same(f"{name} swapped", t, random_tensor(4), p)
+        assert_same(f"{name} swapped", other, random_tensor(2), PLACEMENTS["rows"])
+        twin = sharded(x, p)
+        twin.data = t.data
+        twin.fill_(3.0)
+        assert_same(f"{name} shared", t, torch.full(SHAPE, 3.0), p)
         with pytest.raises(RuntimeError, match="keeps its shape and device"):
             t.data = torch.ones(2, 2)
         t.data = random_tensor(3).bfloat16()  # the dtype becomes that of the values

@@ -129,8 +129,8 @@ def check(
     """Check every strategy of a rule for a call: of the registered rule of ``target``, or of ``rule``.
 
     Values are compared unless the call draws random numbers or has none (``values`` decides otherwise). ``skip_kinds``:
-    strategies that a parallel layer runs, not the operator. ``gradients``: numbers of ranks on which the gradients of
-    the inputs are compared too.
+    strategies of these kinds without a local call are skipped, because a parallel layer runs them. ``gradients``:
+    numbers of ranks on which the gradients of the inputs are compared too.
     """
     use = rule or rule_for(target)
     if use is None:
@@ -178,7 +178,8 @@ def check_cases(
                 continue
             for strategy in strategies:
                 key = (strategy.inputs, strategy.outputs)
-                if strategy.kind not in skip_kinds and key not in tried:
+                by_layer = strategy.kind in skip_kinds and strategy.localize is None
+                if not by_layer and key not in tried:
                     tried.add(key)
                     _check_strategy(trial, strategy, compare, call.world in gradients, report)
     return report

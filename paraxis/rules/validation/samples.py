@@ -9,6 +9,7 @@ import torch
 
 from ...compat.flex_attention import FlexAttention
 from ...compat.packed_attention import PACKED_ATTENTION
+from ...compat.paged_attention import PAGED_ATTENTION
 from ...compat.transformers import grouped_mm_fallback
 from ..base import Sample
 from ..base import sample as call
@@ -176,6 +177,16 @@ def attentions() -> list[Sample]:
     ]
 
 
+def paged_attentions() -> list[Sample]:
+    """One sequence from its beginning: with grouped queries, one KV head, a window, sinks."""
+    return [
+        call(PAGED_ATTENTION, f(1, 4, 9, 8), f(1, 4, 9, 8), f(1, 4, 9, 6), None, 0.3, 0, 0.0, []),
+        call(PAGED_ATTENTION, f(1, 8, 9, 8), f(1, 4, 9, 8), f(1, 4, 9, 8), None, 0.3, 4, 0.0, []),
+        call(PAGED_ATTENTION, f(1, 8, 9, 8), f(1, 2, 9, 8), f(1, 2, 9, 8), f(8), 0.3, 0, 5.0, []),
+        call(PAGED_ATTENTION, f(1, 8, 9, 8), f(1, 1, 9, 8), f(1, 1, 9, 8), None, 0.3, 0, 0.0, []),
+    ]
+
+
 def flex_attentions() -> list[Sample]:
     """With grouped queries, with functions that look at the head, that read tensors, with a block mask per head."""
 
@@ -331,6 +342,7 @@ FAMILIES: dict[str, Callable[[], list[Sample]]] = {
     "image": images,
     "attention": attentions,
     "flex_attention": flex_attentions,
+    "paged_attention": paged_attentions,
     "grouped": grouped,
     "convolution": convolutions,
     "loss": losses,

@@ -219,6 +219,7 @@ def lookups() -> list[Sample]:
         call(aten.index_put.default, f(4, 6, 4, 8), [None, i(6, 5), i(4, 5)], f(4, 1, 8), True),
         call(aten.embedding.default, f(12, 8), i(12, 2, 4)),
         call(aten.embedding.default, f(12, 8), i(12, 4), 3),
+        call(aten.embedding.default, f(12, 8), torch.tensor([3, 7, 3, 3, 11]), -1, True),
         call(aten.index.Tensor, f(4, 6, 8), [i(4, 3)]),
         call(aten.index.Tensor, f(4, 6, 8), [None, i(6, 2, 3)]),
         call(aten.index.Tensor, f(4, 6, 8), [i(4, 3), i(6, 3)]),
