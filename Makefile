@@ -11,8 +11,8 @@ export HF_HUB_OFFLINE := 1
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: help venv test test-long package-test lint format demo zoo generation multimodal weights training plans exports bench \
-	loading docs reference transcripts screenshots clean
+.PHONY: help venv test test-long package-test lint format demo zoo generation multimodal weights quantized training plans exports \
+	bench loading serving batching docs reference transcripts screenshots clean
 
 help: ## this list
 	@awk -F ':[^#]*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,10 @@ zoo: venv ## every architecture against the unsharded model, hours; ONLY=llama,g
 generation: venv ## generate() in its modes on many architectures, half an hour
 	cd tests && ../$(BIN)/python -m zoo.generation --page ../docs/results/generation.md
 
+batching: venv ## generate_batch on many architectures, half an hour; ONLY=llama,gpt2 for some
+	cd tests && ../$(BIN)/python -m zoo.batching --state ../build/batching.jsonl --page ../docs/results/batching.md \
+		$(if $(ONLY),--only '$(ONLY)')
+
 # `make multimodal SO_FAR=1` runs nothing, and writes the page of the results that there are.
 multimodal: venv ## models that take images, videos or audio, hours; ONLY=llava,whisper for some
 	cd tests && ../$(BIN)/python -m zoo.multimodal --state ../build/multimodal.jsonl \
@@ -70,6 +74,11 @@ multimodal: venv ## models that take images, videos or audio, hours; ONLY=llava,
 
 weights: venv ## checkpoints loaded and saved by 2 and 4 ranks, compared bit by bit, half an hour
 	cd tests && ../$(BIN)/python -m zoo.weights --state ../build/weights.jsonl --page ../docs/results/weights.md
+
+# `make quantized SO_FAR=1` runs nothing, and writes the page of the results that there are.
+quantized: venv ## quantized formats on 1 to 4 ranks, compared and saved bit by bit, hours; ONLY=gptq,awq/moe for some
+	cd tests && ../$(BIN)/python -m zoo.quantized --state ../build/quantized.jsonl \
+		$(if $(ONLY),--only '$(ONLY)' --tp $(TP),--page ../docs/results/quantized.md $(if $(SO_FAR),--so-far))
 
 training: venv ## AdamW steps against the unsharded model on many architectures, an hour
 	cd tests && ../$(BIN)/python -m zoo.training --state ../build/training.jsonl --page ../docs/results/training.md
@@ -88,6 +97,12 @@ bench: venv ## speed against transformers' tensor parallelism and DTensor, half 
 
 loading: venv ## loading of 2 GB checkpoints against transformers, ten minutes
 	$(BIN)/python benchmarks/loading.py --out docs/results
+
+# Two runs of clients against a service follow: 200, and more than its queue holds.
+serving: venv ## continuous batching against transformers', and a service under load, half an hour
+	$(BIN)/python benchmarks/serving.py --tp $(TP) --page docs/results/serving.md
+	$(BIN)/python benchmarks/serving.py --tp $(TP) --load --page docs/results/serving.md
+	$(BIN)/python benchmarks/serving.py --tp $(TP) --load --clients 1000 --seconds 60 --page docs/results/serving.md
 
 docs: venv ## the site, in build/site; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,6 +1,6 @@
 """Hooks of mkdocs: what pages link to outside of docs/ becomes part of the site.
 
-In the repository a page links to ``../examples/serve.py`` or ``../CONTRIBUTING.md``, which works where the repository
+In the repository a page links to ``../examples/trainer.py`` or ``../CONTRIBUTING.md``, which works where the repository
 is browsed. mkdocs knows the files in docs/ only. So Markdown files of the repository's root become pages, linked source
 files become pages that show them, and links are rewritten to lead there.
 """
