@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models.compare import context, gradient_errors
+from models.compare import context, gradient_errors, max_difference
 
 from paraxis.plan.work import sharded_fraction
 from ranks import RankPool
@@ -31,6 +31,7 @@ from zoo.workers import Limits, Task, run_all
 
 ENOUGH = 80
 """How many models of other tasks come before more ranks, where time may not suffice for all."""
+Outputs = dict[str, torch.Tensor]
 NEW = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
 
 
@@ -51,8 +52,8 @@ def compare(name: str, folder: str, inputs: dict[str, Any]) -> Record:
     record |= gradients(model, unsharded, found, right)
     used = {each for each, p in unsharded.named_parameters() if p.grad is not None}
     record["unplanned"] = len(used & set(plan.unplanned))
-    if record["gradients"] > GRADIENTS:
-        record |= in_double(name, folder, inputs, model, unsharded)
+    if record["outputs"] > OUTPUTS or record["gradients"] > GRADIENTS:
+        record |= in_double(name, folder, inputs, model, unsharded, found, right)
     with torch.no_grad():
         record["text"] = text_alone(model, unsharded, inputs)
     if can_generate(unsharded):
@@ -86,7 +87,7 @@ def unshared(plan: Any, tower: str) -> list[tuple[str, float, str]]:
     return [(name, part, reasons.get(name, "on replicated activations: sharding costs more")) for name, part in ordered]
 
 
-def run(model: Any, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+def run(model: Any, inputs: dict[str, Any]) -> Outputs:
     """What the model returns, with the same random numbers in every call: some models draw noise."""
     torch.manual_seed(0)
     return check.run(model, inputs)
@@ -112,26 +113,36 @@ def without_cache(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def in_double(name: str, folder: str, inputs: dict[str, Any], model: Any, unsharded: Any) -> Record:
-    """Whether gradients that differ in float32 differ by rounding only.
+def in_double(
+    name: str, folder: str, inputs: dict[str, Any], model: Any, unsharded: Any, found: Outputs, right: Outputs
+) -> Record:
+    """Whether outputs or gradients that differ in float32 differ by rounding only.
 
-    That is so if all agree to 1e-6 in float64, and the unsharded model's float32 gradients are about as far from its
-    float64 ones as ours are from them.
+    That is so if all agree in float64, outputs to 1e-9 and gradients to 1e-6, and the unsharded model's float32 ones
+    are about as far from its float64 ones as ours are from them.
     """
     errors = gradient_errors(model, unsharded)
     single = {each: p.grad for each, p in unsharded.named_parameters()}
     precise, exact = pair(name, folder, context(), torch.float64)
     inputs = {k: v.double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
-    result = gradients(
-        precise, exact, run(precise, without_cache(model, inputs)), run(exact, without_cache(model, inputs))
-    )
+    ours, theirs = run(precise, without_cache(model, inputs)), run(exact, without_cache(model, inputs))
+    outputs = differences(ours, theirs)
+    result = gradients(precise, exact, ours, theirs)
     rounding = {
         each: float((p.grad - single[each]).norm() / p.grad.norm().clamp(min=1e-30))
         for each, p in exact.named_parameters()
         if errors[each] > GRADIENTS and p.grad is not None and single[each] is not None
     }
-    rounded = result["gradients"] < 1e-6 and all(rounding[each] > errors[each] / 3 for each in rounding)
-    return {"double": result["gradients"], "rounding": max(rounding.values(), default=0.0), "rounded": rounded}
+    exceeding = {each: max_difference(found[each], right[each]) for each in right if right[each].numel()}
+    exceeding = {each: error for each, error in exceeding.items() if not error < OUTPUTS}
+    return {
+        "double": result["gradients"],
+        "double_outputs": outputs,
+        "rounding": max(rounding.values(), default=0.0),
+        "rounded": result["gradients"] < 1e-6 and all(rounding[each] > errors[each] / 3 for each in rounding),
+        "rounded_outputs": outputs < 1e-9
+        and all(max_difference(right[each], theirs[each]) > error / 3 for each, error in exceeding.items()),
+    }
 
 
 def text_alone(model: Any, unsharded: Any, inputs: dict[str, Any]) -> Any:
@@ -189,6 +200,7 @@ def work(name: str, pool: RankPool, timeout: float, commit: str) -> Record:
         "outputs": max(r["outputs"] for r in results),
         "gradients": max(r["gradients"] for r in results),
         "double": max(r.get("double", 0.0) for r in results),
+        "rounded_outputs": all(r.get("rounded_outputs", True) for r in results),
     }
     return done("ok" if right(worst) else "wrong", **worst)
 
@@ -196,7 +208,7 @@ def work(name: str, pool: RankPool, timeout: float, commit: str) -> Record:
 def right(record: Record) -> bool:
     """Whether all that was compared agrees."""
     return (
-        record["outputs"] < OUTPUTS
+        (record["outputs"] < OUTPUTS or record.get("rounded_outputs", False))
         and (record["gradients"] < GRADIENTS or record.get("rounded", False))
         and (record.get("text") or 0.0) < OUTPUTS
         and record.get("tokens", True) is not False

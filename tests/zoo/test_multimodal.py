@@ -73,6 +73,7 @@ def test_a_model_is_right_if_all_that_was_compared_is() -> None:
     assert not right(record(LLAVA, tokens=False)) and not right(record(LLAVA, text=0.1))
     assert not right(record(LLAVA, gradients=0.1)) and right(record(LLAVA, gradients=0.1, rounded=True))
     assert not right(record(LLAVA, outputs=float("inf")))
+    assert not right(record(LLAVA, outputs=4e-4)) and right(record(LLAVA, outputs=4e-4, rounded_outputs=True))
 
 
 def test_reasons_are_what_was_raised() -> None:
