@@ -9,7 +9,7 @@ from typing import Any
 from zoo.jobs import first_line, results_in
 from zoo.multimodal import right
 from zoo.multimodal_cases import AT_FOUR, all_names, task_of
-from zoo.multimodal_page import made_by, names_at, page, reason
+from zoo.multimodal_page import answer, made_by, names_at, page, reason
 
 GOOD = {"status": "ok", "outputs": 1e-6, "gradients": 1e-5, "fraction": 0.51, "unplanned": 0, "breaks": []}
 
@@ -63,6 +63,8 @@ def test_exceptions_have_the_reasons_of_the_plan() -> None:
 def test_the_head_is_one_line_where_all_results_are_of_one_commit() -> None:
     one, other = record(LLAVA, versions="torch 1"), record(GIT, versions="torch 1", commit="def")
     assert made_by({2: [one]}) == "torch 1, commit abc."
+    rounded = answer(record(LLAVA, outputs=4e-4, gradients=1e-5))
+    assert rounded == "in float64" and answer(record(LLAVA, outputs=0.0, gradients=0.0)) == "yes"
     assert made_by({2: [one, other]}) == "torch 1: 2 results, of commit abc, def."
 
 
