@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
+from .distributed.exit import wait_at_exit
 from .distributed.input_check import InputCheck
 from .distributed.mesh import Groups, groups_of
 
@@ -103,6 +104,7 @@ class ParallelExecutionCtx:
             self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - started
 
     def __post_init__(self) -> None:
+        wait_at_exit()
         self._groups: Groups | None = None
         if isinstance(self.mesh, DeviceMesh):
             self._groups = groups_of(self.mesh)
