@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,6 +23,8 @@ from .service import Answer, Service
 
 logger = logging.getLogger("paraxis.serve")
 PAGE = Path(__file__).with_name("page.html")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape of half of a character: without its other half it cannot be encoded, as a response or by a tokenizer."""
 
 
 class Record:
@@ -132,7 +135,30 @@ def check_key(service: Service, request: Request) -> None:
 
 
 async def read_json(service: Service, request: Request) -> Any:
-    """The body of a request, up to the limit."""
+    """The JSON of a request. A browser asks before it sends some to another site, which this service does not allow: a
+    page of the Internet cannot use a service on the machine of the person who reads it."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            415, f"the Content-Type is {kind or 'missing'}: use application/json", code="unsupported_media_type"
+        )
+    try:
+        body = await asyncio.wait_for(receive_body(service, request), service.options.timeout)
+    except asyncio.TimeoutError as error:
+        raise ApiError(408, f"the body did not arrive within {service.options.timeout:g} s", code="timeout") from error
+    try:
+        found = json.loads(body)
+        if SURROGATE.search(body):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        raise ApiError(400, "the body has half of a surrogate pair, which no text has") from error
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+async def receive_body(service: Service, request: Request) -> bytes:
+    """The bytes of a body, up to the limit."""
     limit, body = service.options.max_body, bytearray()
     declared = request.headers.get("content-length", "")
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
@@ -142,10 +168,7 @@ async def read_json(service: Service, request: Request) -> Any:
         body += chunk
         if len(body) > limit:
             raise too_large
-    try:
-        return json.loads(bytes(body))
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+    return bytes(body)
 
 
 async def respond(service: Service, request: Request, read: Callable[[Any], Ask]) -> Response:

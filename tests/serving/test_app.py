@@ -97,6 +97,13 @@ def test_wrong_requests_get_the_reason() -> None:
         assert refused({"prompt": "w5", "model": "other"}) == (404, "there is no model 'other' here: use 'model'")
         assert refused(b"{")[0] == 400 and refused([1]) == (400, "the body must be a JSON object")
         assert refused({"prompt": "w5 " * 1000})[0] == 413
+        assert refused({"prompt": "\ud800"}) == (400, "the body has half of a surrogate pair, which no text has")
+        assert refused({"prompt": "w5", "\udfff": 1})[0] == 400
+        assert refused({"prompt": "w5", "temperature": 10**400})[0] == 400
+        assert refused({"prompt": [10**400]})[0] == 400
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):  # what a browser sends without asking
+            status, answer, _ = fetch(port, TEXT, {"prompt": "w5"}, "secret", kind)
+            assert status == 415 and answer["error"]["code"] == "unsupported_media_type"
         assert refused({"prompt": list(range(64))})[0] == 400 and refused({"prompt": [64]})[0] == 400
         assert refused({"prompt": [3] * 64})[1].startswith("the prompt has 64 tokens, and prompt and answer together")
         assert refused({"prompt": ""})[1] == "prompt: has no tokens"
