@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError
 from .protocol import Ask, read_chat, read_completion
@@ -245,27 +246,49 @@ async def stream(
         await events.aclose()  # type: ignore[attr-defined]
         raise
     record.status = 0  # from now on the stream writes the log
+    status = 499
 
     async def body() -> AsyncIterator[str]:
-        status = 499
+        nonlocal status
         try:
-            try:
-                yield first
-                async for event in events:
-                    yield event
-                status = 200
-            except ApiError as error:
-                status = error.status
-                yield f"data: {json.dumps(error.body())}\n\n"
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
-            for answer in record.answers:
-                service.release(answer)
-            record.status = status
-            record.write(service, _shown(ask))
+            yield first
+            async for event in events:
+                yield event
+            status = 200
+        except ApiError as error:
+            status = error.status
+            yield f"data: {json.dumps(error.body())}\n\n"
+        except Exception:
+            status = 500
+            raise
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)
+    async def end() -> None:
+        await events.aclose()  # type: ignore[attr-defined]
+        for answer in record.answers:
+            service.release(answer)
+        record.status = status
+        record.write(service, _shown(ask))
+
+    return EventStream(body(), end)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, and what is done after them, also if the client is gone before the first one.
+
+    The ``finally`` of a generator does not do: one that was not begun ends without it.
+    """
+
+    def __init__(self, body: AsyncIterator[str], end: Callable[[], Awaitable[None]]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(body, media_type="text/event-stream", headers=headers)
+        self.end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.end()
 
 
 async def _events(service: Service, record: Record, responses: Responses, deadline: float) -> AsyncIterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -14,7 +15,11 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from fastapi import Request
 from serving.counting import events_of, fetch, make_service, serving
+
+from paraxis.serving.app import respond
+from paraxis.serving.protocol import read_completion
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 3}
@@ -144,6 +149,45 @@ def test_clients_that_go_away_free_their_place(streams: bool) -> None:
         connection.close()
         wait_until_free(service)
         assert service.engine.counters.tokens < 55, "it did not run to its end"
+
+
+def test_a_client_that_leaves_before_the_first_event_frees_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    """Between the first piece, which is waited for, and the response that would send it."""
+    service = make_service()
+    service.engine.runner.seconds = 0.02
+    logging.getLogger("paraxis.serve").propagate = True
+
+    async def run() -> None:
+        body = {"prompt": "w5", "temperature": 0, "max_tokens": 60, "stream": True}
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            while not messages:
+                await asyncio.sleep(0.01)
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
+        request = Request(scope, receive)
+        response = await respond(service, request, read_completion)
+        assert len(service.active) == 1
+
+        async def gone() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        await response(scope, gone, send)
+        assert not service.active
+
+    try:
+        with caplog.at_level("INFO", "paraxis.serve"):
+            asyncio.run(run())
+        assert [" 499 " in record.getMessage() for record in caplog.records] == [True]
+        wait_until_free(service)
+    finally:
+        service.engine.stop(abort=True)
 
 
 def test_requests_have_a_deadline() -> None:
