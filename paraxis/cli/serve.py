@@ -96,6 +96,7 @@ def command(
         check_packages()
         if api_key is not None and not api_key.strip():
             raise UsageError(f"--api-key is empty: give a key, or leave out the option (and {KEY})")
+        api_key = api_key.strip() if api_key else None  # a key from a file ends with a newline
         quiet()
         hub = {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
         check_tokenizer(model, {key: value for key, value in hub.items() if value is not None})

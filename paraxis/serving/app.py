@@ -130,7 +130,7 @@ def check_key(service: Service, request: Request) -> None:
     if key is None:
         return
     scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-    same = hmac.compare_digest(sent.strip().encode("utf-8", "replace"), key.encode())
+    same = hmac.compare_digest(sent.strip().encode("latin-1", "replace"), key.encode())  # the bytes of the header
     if scheme.lower() != "bearer" or not same:
         raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 

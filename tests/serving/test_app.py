@@ -18,7 +18,8 @@ pytest.importorskip("uvicorn")
 from fastapi import Request
 from serving.counting import events_of, fetch, make_service, serving
 
-from paraxis.serving.app import respond
+from paraxis.serving.app import check_key, respond
+from paraxis.serving.errors import ApiError
 from paraxis.serving.protocol import read_completion
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -117,6 +118,19 @@ def test_wrong_requests_get_the_reason() -> None:
         assert "no chat template" in refused({"messages": [{"role": "user", "content": "w1"}]}, CHAT)[1]
         body = {"prompt": "w5", "temperature": 0, "max_tokens": 50, "ignore_eos": True}
         assert fetch(port, TEXT, body, "secret")[1]["usage"]["completion_tokens"] == 4, "the service's own limit"
+
+
+def test_a_key_may_have_any_characters() -> None:
+    service = make_service(api_key="schlüssel")
+    for sent, right in (("schlüssel", True), ("schlussel", False)):
+        value = f"Bearer {sent}".encode()
+        request = Request({"type": "http", "method": "GET", "path": "/", "headers": [(b"authorization", value)]})
+        if right:
+            check_key(service, request)
+        else:
+            with pytest.raises(ApiError):
+                check_key(service, request)
+    service.engine.stop(abort=True)
 
 
 def test_a_full_queue_answers_429_and_takes_requests_later() -> None:
