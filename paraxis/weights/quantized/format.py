@@ -160,7 +160,7 @@ class Quantization:
         method: ``quant_method``.
         rules: The formats and the modules they are for, of which the first that matches counts.
         ignored: Names and patterns of modules that are not quantized; None for the method's default: the output layer.
-        prefix: Whether a name also stands for the modules inside of it, or is a part of a name.
+        loose: Whether a name also stands for the modules inside of it, or is a part of a name.
         data: The configuration.
         keeps_ends: Whether the input and the output layer are not quantized, besides those that are ignored.
     """
@@ -183,16 +183,27 @@ class Quantization:
 
     def _names(self, pattern: str, module: str, kind: str) -> bool:
         if pattern.startswith("re:"):
-            return re.match(pattern[3:], module) is not None
+            return _compiled(pattern[3:], f"{pattern!r} is no pattern").match(module) is not None
         if not self.loose:
             return pattern in (module, kind)
-        inner = f".{module}."
-        return f".{pattern}." in inner or fnmatchcase(module, pattern) or re.match(rf"{pattern}$", module) is not None
+        if f".{pattern}." in f".{module}." or fnmatchcase(module, pattern):
+            return True
+        if pattern.startswith("*"):  # no regular expression
+            return False
+        inside = _compiled(rf"(?:{pattern})(?=\.|$)", f"{pattern!r} is no name or pattern of modules")
+        return inside.match(module) is not None
 
     @property
     def formats(self) -> list[Format]:
         """All formats."""
         return [rule.format for rule in self.rules]
+
+
+def _compiled(pattern: str, problem: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"quantization_config: {problem}: {error}") from error
 
 
 def covering(ranges: Ranges, unit: int, size: int) -> tuple[Ranges, torch.Tensor]:
