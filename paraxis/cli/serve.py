@@ -59,7 +59,11 @@ def command(
     ] = 1024,
     kv_cache: Annotated[
         float | None,
-        typer.Option("--kv-cache", min=0.001, help="GB of KV cache per rank; default: half of what is free."),
+        typer.Option(
+            "--kv-cache",
+            min=0.001,
+            help="GB of KV cache per rank; default: half of a machine's free memory, 80% of a GPU's.",
+        ),
     ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, help="Seconds after which a request is cancelled.")
