@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple
@@ -227,14 +227,16 @@ def elements(ranges: Ranges, unit: int, size: int) -> Ranges:
     return tuple((a * unit, min(b * unit, size)) for a, b in ranges)
 
 
-def scalar_problem(name: str, value: torch.Tensor, problems: Iterable[str] = ()) -> str:
-    """What is wrong with a number that values are multiplied by; empty if nothing is."""
+def scalar_problem(name: str, value: torch.Tensor) -> str:
+    """What is wrong with a number that values are multiplied or divided by; empty if nothing is."""
     found = value.to(torch.float32)
+    if found.numel() != 1:
+        return f"{name} has shape {tuple(found.shape)}, and is not one number"
     if not bool(torch.isfinite(found).all()):
         return f"{name} has NaN or infinity"
     if bool((found == 0).any()):
         return f"{name} is zero"
-    return next(iter(problems), "")
+    return ""
 
 
 def reduced_precision(scales: torch.Tensor) -> str:

@@ -52,4 +52,5 @@ def test_covering_boxes() -> None:
 
 def test_numbers_that_values_are_multiplied_by() -> None:
     assert scalar_problem("a", torch.tensor(2.0)) == ""
-    assert "NaN" in scalar_problem("a", torch.tensor(float("nan"))) and "zero" in scalar_problem("a", torch.zeros(2))
+    assert "NaN" in scalar_problem("a", torch.tensor(float("nan"))) and "zero" in scalar_problem("a", torch.zeros(1))
+    assert scalar_problem("a", torch.ones(2)) == "a has shape (2,), and is not one number"
