@@ -34,6 +34,7 @@ from ..compat.dynamo import (
     ignore_logging,
     keep_sizes_in_text,
     note_required_gradients,
+    reads_data_of_fakes,
     source_of,
 )
 from ..compat.flex_attention import differentiate_on_cpu
@@ -252,7 +253,9 @@ def translated(error: Exception, model: nn.Module) -> Exception:
     """The error of a capture in our terms: what our own passes raised, a graph break, or a mistake in the model."""
     if isinstance(error, BackendCompilerFailed):
         return error.inner_exception if isinstance(error.inner_exception, Exception) else error
-    if isinstance(error, TorchRuntimeError):  # the model's own mistake: it would not run in eager mode either
+    if isinstance(error, TorchRuntimeError) and not reads_data_of_fakes(
+        error
+    ):  # the model's own mistake: it would not run in eager mode either
         return CaptureError(describe(error, model))
     return GraphBreak(describe(error, model))
 

@@ -68,6 +68,7 @@ __all__ = [
     "note_required_gradients",
     "parameter_of",
     "raise_recompile_limit",
+    "reads_data_of_fakes",
     "source_of",
     "specialize",
     "subclass_owner",
@@ -85,6 +86,15 @@ DATA_DEPENDENT = (
 
 CAPTURE_ERRORS = (TorchDynamoException, *DATA_DEPENDENT)
 """What capturing a function as one graph raises. Dynamo does not wrap all errors of symbolic shapes in its own."""
+
+
+def reads_data_of_fakes(error: Exception) -> bool:
+    """Whether an operator failed since it reads the data of fake tensors, as indexing with tuples of scalars does.
+
+    The model runs, then, though Dynamo reports it like a model's own mistake. Told by the text, seen on torch 2.13.
+    """
+    return any(text in str(error) for text in ("data is not allocated yet", "Cannot access data pointer"))
+
 
 mark_maybe_dynamic: Callable[[torch.Tensor, int], None] = dynamo.maybe_mark_dynamic
 """Hint that a size may change: a graph that depends on the number itself is still specialized, without an error."""

@@ -23,7 +23,7 @@ from ..distributed.liveness import machine_id
 from ..utils.memory import available_memory
 from .batching.channel import Channel
 from .batching.engine import Engine, make_runner
-from .batching.request import Choice, Request
+from .batching.request import CANCELLED, Choice, Request
 from .batching.runner import check_model, longest_sequence
 
 logger = logging.getLogger("paraxis")
@@ -200,7 +200,7 @@ class BatchingManager:
                     stop,
                     choice,
                     on_change=self._changed,
-                    details=(streaming, stamps),
+                    details=(request_id, streaming, stamps),
                 )
             )
         self._requests[request_id] = requests
@@ -240,14 +240,16 @@ class BatchingManager:
 
     def _changed(self, request: Request) -> None:
         """On the first rank, in the thread of the loop."""
-        streaming, stamps = request.details
+        request_id, streaming, stamps = request.details
         if stamps is not None and len(stamps) < len(request.tokens):
             stamps.append(time.perf_counter())
         if not streaming and not request.ended:
             return
-        if request.ended:
-            self._requests.pop(request.name.partition("__child#")[0], None)
-        if request.ended == "cancelled":
+        if request.ended and all(each.ended for each in self._requests.get(request_id, ())):
+            self._requests.pop(request_id, None)
+        if request.ended == CANCELLED:
+            with self._lock:
+                self._handlers.pop(request.name, None)
             return
         assert self.engine is not None
         found = generation_output(

@@ -19,7 +19,7 @@ from .errors import ApiError, invalid
 from .metrics import Metrics
 from .options import ServeOptions
 from .penalties import Penalties
-from .protocol import Ask
+from .protocol import MIN_TEMPERATURE, Ask
 from .text import TextStream
 
 logger = logging.getLogger("paraxis.serve")
@@ -205,7 +205,7 @@ class Service:
         stop = frozenset(ask.stop_tokens) | (frozenset() if ask.ignore_eos else own)
         choice = Choice(
             self._processors(ask, prompt),
-            bool(ask.sampling["do_sample"]),
+            self._samples(ask),
             None if ask.seed is None else torch.Generator(self.engine.runner.device).manual_seed(ask.seed + number),
             ask.logprobs,
         )
@@ -214,11 +214,16 @@ class Service:
         request.on_change = answer.notify
         return answer
 
+    def _samples(self, ask: Ask) -> bool:
+        """Whether tokens are drawn: not with a temperature of zero, the client's or the model's own."""
+        temperature = ask.sampling.get("temperature", getattr(self.model.generation_config, "temperature", None))
+        return bool(ask.sampling["do_sample"]) and (temperature is None or temperature >= MIN_TEMPERATURE)
+
     def _processors(self, ask: Ask, prompt: list[int]) -> Any:
         """What changes the scores: what ``generate`` would use, and what OpenAI's API has beside."""
         from transformers import GenerationConfig, LogitsProcessorList
 
-        own, sample = self.model.generation_config, ask.sampling["do_sample"]
+        own, sample = self.model.generation_config, self._samples(ask)
         chosen = {name: ask.sampling.get(name, getattr(own, name, None)) for name in SAMPLING if sample}
         if sample:
             neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -231,7 +236,7 @@ class Service:
         if any(ask.penalties) or ask.bias:
             if any(token >= self.vocabulary for token in ask.bias):
                 raise invalid("logit_bias", f"has a token that is not in the vocabulary of {self.vocabulary}")
-            found.append(Penalties(len(prompt), *ask.penalties, ask.bias))
+            found.insert(0, Penalties(len(prompt), *ask.penalties, ask.bias))  # before any token is ruled out
         return LogitsProcessorList(found) if found else None
 
     # -- answers -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 from serving.counting import make_service
 
 from paraxis.serving.errors import ApiError
@@ -37,7 +38,22 @@ def test_what_a_client_does_not_say_is_the_models_own() -> None:
         (said,) = answers_of(service, top_k=0, repetition_penalty=1.0, temperature=0.5, presence_penalty=1)
         names = {type(each).__name__ for each in said.request.choice.processors}
         assert "TopKLogitsWarper" not in names and names >= {"TemperatureLogitsWarper", "Penalties"}
+        service.model.generation_config.temperature = 0.0
+        (greedy,), (drawn,) = answers_of(service), answers_of(service, temperature=0.5)
+        assert not greedy.request.choice.sample and drawn.request.choice.sample
         assert own.request.choice.generator is not None and said.request.choice.generator is None
+    finally:
+        service.engine.stop(abort=True)
+
+
+def test_penalties_and_biases_come_before_tokens_are_ruled_out() -> None:
+    service = make_service()
+    try:
+        (answer,) = answers_of(service, top_k=1, temperature=0.5, logit_bias={"7": 100}, seed=1)
+        scores = torch.zeros(1, 64)
+        scores[0, 6] = 9.0
+        found = answer.request.choice.processors(torch.tensor([[5]]), scores)
+        assert int(found.argmax()) == 7 and torch.isfinite(found).nonzero().tolist() == [[0, 7]]
     finally:
         service.engine.stop(abort=True)
 
