@@ -80,16 +80,14 @@ def paged_attention(
         softcap: Scores become ``softcap * tanh(score / softcap)``; 0 for none.
         kv_heads: Which heads of keys and values these are; empty for all.
     """
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("paged attention finds its KV cache by Python, which a CUDA graph would not replay")
+    if query.is_cuda and torch.cuda.is_current_stream_capturing() and not getattr(_step, "on_device", False):
+        raise RuntimeError("the tables of this step are on the host, which a CUDA graph would not replay")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     if _step is None:
         found = attend_causal(q, k, v, 0, sinks, scale, window, softcap)
     else:
         found = _step.attend(q, k, v, sinks, scale, window, softcap, kv_heads)
-    result = _allocate(query, key, value, sinks, scale, window, softcap, kv_heads)
-    result[0].transpose(0, 1).copy_(found)
-    return result
+    return found.contiguous()[None].transpose(1, 2)
 
 
 @paged_attention.register_fake
