@@ -189,18 +189,6 @@ note_required_gradients(REQUIRES_GRAD, lambda: _tracing.active)
 follow_side_effects()
 
 
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Without Python's garbage collection, for stages that allocate much and free little."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
-
-
 def ignore_loggers() -> None:
     """Tell Dynamo to drop logger calls and warnings: a warning inside ``forward`` must not break the graph."""
     ignore_logging([*logger_methods(), warnings.warn])
