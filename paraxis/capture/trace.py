@@ -34,6 +34,7 @@ from ..compat.dynamo import (
     ignore_logging,
     keep_sizes_in_text,
     note_required_gradients,
+    skip_diagnostics,
     source_of,
 )
 from ..compat.flex_attention import differentiate_on_cpu
@@ -117,6 +118,7 @@ ADAPTATIONS = (
     follow_eager_masks,
     capture_packed_attention,
     capture_host_functions,
+    skip_diagnostics,
 )
 """What libraries do in another way while Dynamo traces one of our entry points."""
 
