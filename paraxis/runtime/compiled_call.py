@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from ..capture.dynamic_shapes import mark_dynamic, mark_static
 from ..capture.required_gradients import check_required_gradients
-from ..capture.trace import adapt_libraries, end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
+from ..capture.trace import adapt_libraries, end_tracing, fresh_entry, ignore_loggers, translated
 from ..compat.dynamo import CAPTURE_ERRORS, raise_recompile_limit, traced_methods
 from ..compat.torch import has_backward_hooks
 from ..compat.transformers import collector_as_global
@@ -28,7 +28,7 @@ from ..plan import Plan
 from ..plan.apply import apply_plan, parameter_metas
 from ..plan.build import PlanBuilder
 from ..tensor.sharded_tensor import ShardedTensor, UnplacedError, shard_gradient
-from ..utils.memory import malloc_trim
+from ..utils.memory import gc_paused, malloc_trim
 from ..weights.materialize import materialize_parameters
 from .backend import parallelize_backend
 from .block_programs import BlockPrograms, NotRepeated, find_block_programs
