@@ -6,6 +6,7 @@ Python frame (``attrgetter`` runs in C).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator
@@ -90,6 +91,7 @@ __all__ = [
     "plain_torch_function",
     "pytree",
     "register_ordered_effect",
+    "replace_swap_tensors",
     "scaled_dot_product_attention",
     "schema_of",
     "schema_or_none",
@@ -203,6 +205,24 @@ tensor, and autograd expects gradients of the new dtype."""
 def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Make ``isinstance(tensor, nn.Parameter)`` true for a tensor subclass."""
     tensor._is_param = True  # type: ignore[attr-defined]
+
+
+def replace_swap_tensors(handles: Callable[[Any], bool], swap: Callable[[Any, Any], None]) -> None:
+    """Let ``torch.utils.swap_tensors`` use ``swap`` where one of its tensors is one that ``handles`` accepts.
+
+    torch swaps the contents of Python objects, and refuses tensors to which there are weak references, as Dynamo has to
+    each parameter of a program. ``parametrize`` asks for a swap where a parameter is a wrapper subclass.
+    """
+    own = torch.utils.swap_tensors
+
+    @functools.wraps(own)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        if handles(t1) or handles(t2):
+            swap(t1, t2)
+        else:
+            own(t1, t2)
+
+    torch.utils.swap_tensors = swap_tensors
 
 
 # -- modules -------------------------------------------------------------------------------------------------------
