@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..compat.continuous_batching import generation_output, new_batching_config, processors_of, stop_tokens_of
+from ..compat.continuous_batching import (
+    CACHED_MANAGER,
+    generation_output,
+    new_batching_config,
+    page_size_of,
+    processors_of,
+    stop_tokens_of,
+)
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel.shard import shards_parameters
@@ -73,7 +80,7 @@ class BatchingManager:
         """Compile, and allocate the KV cache. A collective."""
         if self._runner is None:
             config = self.continuous_batching_config
-            size = int(config.page_size)
+            size = page_size_of(config)
             longest = longest_sequence(self.model.config)
             requests = config.max_requests_per_batch or MAX_REQUESTS
             most = None if longest is None else requests * -(-longest // size)
@@ -128,7 +135,7 @@ class BatchingManager:
         if not keep_for_next_session:
             self._runner = None
         else:
-            self.model._cached_continuous_batching_manager = self
+            setattr(self.model, CACHED_MANAGER, self)
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Wait for the loop to end."""
@@ -324,7 +331,7 @@ def parallel_batching(model: Any, ctx: ParallelExecutionCtx, config: Config) -> 
                 "data-parallel ranks that shard parameters gather them together in every step, and cannot run batches "
                 "of their own: use data_parallel='replicate'"
             )
-        cached = vars(model).get("_cached_continuous_batching_manager")
+        cached = vars(model).get(CACHED_MANAGER)
         if isinstance(cached, BatchingManager):
             return cached
         chosen = generation_config if generation_config is not None else model.generation_config
@@ -338,7 +345,7 @@ def parallel_batching(model: Any, ctx: ParallelExecutionCtx, config: Config) -> 
 
 def destroy_batch(model: Any) -> None:
     """``destroy_cached_continuous_batching_manager``: give up the manager that was made with ``persistent_manager``."""
-    cached = vars(model).pop("_cached_continuous_batching_manager", None)
+    cached = vars(model).pop(CACHED_MANAGER, None)
     if cached is not None:
         cached.destroy()
 

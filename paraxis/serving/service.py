@@ -72,6 +72,7 @@ class Service:
         self.max_length = min(engine.capacity, longest or engine.capacity)
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         self.special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._encode("a")  # the first call may change the tokenizer's settings, which several threads must not do
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -133,6 +134,21 @@ class Service:
             raise ApiError(
                 404, f"there is no model {ask.model!r} here: use {self.options.name!r}", "model", "model_not_found"
             )
+        self._check_room(1)
+
+    def _check_room(self, wanted: int) -> None:
+        """Raise if so many more answers do not fit: when a request arrives, before its text becomes tokens, and when it
+        is known how many it wants."""
+        most = self.options.max_batch + self.options.max_queue
+        if wanted > most:
+            raise ApiError(400, f"{wanted} answers are more than the queue of this service holds", "n")
+        if wanted > most - len(self.active):
+            raise ApiError(
+                429,
+                f"{len(self.active)} requests are running or waiting, and there is room for no more",
+                code="queue_full",
+                retry_after=max(1, min(60, round(self.last_seconds))),
+            )
 
     def prompts_of(self, ask: Ask) -> list[list[int]]:
         """The prompts in tokens."""
@@ -172,17 +188,7 @@ class Service:
 
     def start(self, ask: Ask, prompts: list[list[int]]) -> list[Answer]:
         """Hand a client's request to the batch: n answers to each prompt."""
-        wanted = len(prompts) * ask.n
-        room = self.options.max_batch + self.options.max_queue - len(self.active)
-        if wanted > room:
-            if wanted > self.options.max_batch + self.options.max_queue:
-                raise ApiError(400, f"{wanted} answers are more than the queue of this service holds", "n")
-            raise ApiError(
-                429,
-                f"{len(self.active)} requests are running or waiting, and there is room for no more",
-                code="queue_full",
-                retry_after=max(1, min(60, round(self.last_seconds))),
-            )
+        self._check_room(len(prompts) * ask.n)
         loop = asyncio.get_running_loop()
         answers = [
             self._answer(ask, prompt, prompt_number * ask.n + i, i, loop)

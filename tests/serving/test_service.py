@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from serving.counting import make_service
+from serving.counting import make_service, word_tokenizer
 
+from paraxis.runtime.batching.request import Request
 from paraxis.serving.errors import ApiError
 from paraxis.serving.protocol import read_completion
-from paraxis.serving.service import Answer
+from paraxis.serving.service import Answer, Service
 
 
 def answers_of(service: Any, **fields: Any) -> list[Answer]:
@@ -68,6 +69,29 @@ def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
         for answer in answers:
             service.release(answer)
         assert not service.active
+    finally:
+        service.engine.stop(abort=True)
+
+
+def test_a_full_queue_is_noticed_before_the_prompt_is_read() -> None:
+    service = make_service(max_batch=1, max_queue=1)
+    try:
+        service.active.update(Request(str(i), [1], 5) for i in range(2))
+        service.tokenizer = None
+        with pytest.raises(ApiError, match="room for no more") as caught:
+            answers_of(service)
+        assert caught.value.status == 429 and caught.value.retry_after >= 1
+    finally:
+        service.engine.stop(abort=True)
+
+
+def test_threads_find_a_tokenizer_whose_settings_do_not_change() -> None:
+    """One that was saved with truncation switches that off in its first call, and fails if it is in use."""
+    service, tokenizer = make_service(), word_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    try:
+        Service(service.engine, service.model, tokenizer, service.options)
+        assert tokenizer.backend_tokenizer.truncation is None
     finally:
         service.engine.stop(abort=True)
 

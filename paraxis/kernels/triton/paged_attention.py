@@ -6,13 +6,12 @@ that a step can be replayed as a CUDA graph. Keys are found through the table of
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...compat.paged_attention import Scoring
 from .shared_memory import shared_memory
 
 PROGRAMS = 256
@@ -21,22 +20,6 @@ MAX_SPLITS = 64
 """Parts of the keys of a sequence at most."""
 TILE_ROWS = 64
 """Rows of a prefill tile: pairs of a token and a query head."""
-
-
-class Scores(NamedTuple):
-    """How scores are made, and which keys a token sees.
-
-    Attributes:
-        scale: Of the scores.
-        window: How many positions a token sees, itself included; 0 for all.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; 0 for none.
-        sinks: A score of each query head that takes part in the softmax, and has no value.
-    """
-
-    scale: float
-    window: int
-    softcap: float
-    sinks: Tensor | None
 
 
 @triton.jit
@@ -217,7 +200,7 @@ def paged_decode(
     lengths: Tensor,
     tables: Tensor,
     block_size: int,
-    scores: Scores,
+    how: Scoring,
 ) -> None:
     """Attention of one token of each sequence, into its row of ``out``.
 
@@ -229,7 +212,7 @@ def paged_decode(
         lengths: Its positions, the token itself included; 0 for a row that is padding.
         tables: Its blocks, one row per sequence.
         block_size: Slots of a block.
-        scores: How scores are made.
+        how: How scores are computed.
     """
     heads, sequences = keys.shape[0], rows.shape[0]
     groups, sizes = query.shape[1] // heads, _sizes(keys, values)
@@ -244,13 +227,13 @@ def paged_decode(
         tables,
         lengths,
         rows,
-        query if scores.sinks is None else scores.sinks,
+        query if how.sinks is None else how.sinks,
         partials,
         stats,
         out,
-        scores.scale,
-        scores.softcap,
-        scores.window,
+        how.scale,
+        how.softcap,
+        how.window,
         block_size,
         *query.stride()[:2],
         *keys.stride()[:2],
@@ -263,9 +246,9 @@ def paged_decode(
         BLOCK=block,
         STAGES=stages,
         SPLITS=splits,
-        WINDOW=bool(scores.window),
-        SOFTCAP=bool(scores.softcap),
-        SINKS=scores.sinks is not None,
+        WINDOW=bool(how.window),
+        SOFTCAP=bool(how.softcap),
+        SINKS=how.sinks is not None,
         num_warps=4,
     )
     if splits > 1:
@@ -306,12 +289,12 @@ def paged_prefill(
     tiles: Tensor,
     tables: Tensor,
     block_size: int,
-    scores: Scores,
+    how: Scoring,
 ) -> None:
     """Attention of several new tokens of each sequence, into their rows of ``out``.
 
     Args:
-        query, keys, values, out, tables, block_size, scores: As in :func:`paged_decode`.
+        query, keys, values, out, tables, block_size, how: As in :func:`paged_decode`.
         tiles: (tiles, 5), by :func:`tile_list`.
     """
     heads = keys.shape[0]
@@ -322,11 +305,11 @@ def paged_prefill(
         values,
         tables,
         tiles,
-        query if scores.sinks is None else scores.sinks,
+        query if how.sinks is None else how.sinks,
         out,
-        scores.scale,
-        scores.softcap,
-        scores.window,
+        how.scale,
+        how.softcap,
+        how.window,
         block_size,
         *query.stride()[:2],
         *keys.stride()[:2],
@@ -338,9 +321,9 @@ def paged_prefill(
         **_sizes(keys, values),
         BLOCK=block,
         STAGES=stages,
-        WINDOW=bool(scores.window),
-        SOFTCAP=bool(scores.softcap),
-        SINKS=scores.sinks is not None,
+        WINDOW=bool(how.window),
+        SOFTCAP=bool(how.softcap),
+        SINKS=how.sinks is not None,
         num_warps=4,
     )
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...compat.paged_attention import Scoring
 from .paged_cache import PagedCache, StepOnCache
 from .step import Sequence, Step
 
@@ -67,17 +68,7 @@ class DeviceStep(StepOnCache):
             prefilling = Prefilling(sequences, table_of(several).to(device))
         return DeviceStep(cache, step.slots(cache.block_size).to(device), decoding, prefilling)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int,
-        softcap: float,
-        kv_heads: SequenceOf[int],
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring, kv_heads: SequenceOf[int]) -> Tensor:
         """Write the keys and values of the next layer, and attend. Tokens of no sequence get zeros."""
         from ...kernels.triton import paged_attention as kernels
 
@@ -86,17 +77,16 @@ class DeviceStep(StepOnCache):
         if not out.numel():  # a rank without heads
             return out
         query = query if query.stride(2) == 1 else query.contiguous()
-        size, scores = self.cache.block_size, kernels.Scores(scale, window, softcap, sinks)
+        size = self.cache.block_size
         if self.decoding is not None:
-            kernels.paged_decode(query, keys, values, out, *self.decoding, size, scores)
+            kernels.paged_decode(query, keys, values, out, *self.decoding, size, how)
         if self.prefilling is not None:
             groups = query.shape[1] // keys.shape[0]
             if groups not in self._tiles:
-                tiles = kernels.tile_list(self.prefilling.sequences, groups)
-                self._tiles[groups] = torch.tensor(tiles, dtype=torch.int32).to(query.device)
-            kernels.paged_prefill(
-                query, keys, values, out, self._tiles[groups], self.prefilling.tables, size, scores
-            )  # fmt: skip
+                found = kernels.tile_list(self.prefilling.sequences, groups)
+                self._tiles[groups] = torch.tensor(found, dtype=torch.int32).to(query.device)
+            tiles, tables = self._tiles[groups], self.prefilling.tables
+            kernels.paged_prefill(query, keys, values, out, tiles, tables, size, how)
         return out
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...compat.paged_attention import attend_causal
+from ...compat.paged_attention import Scoring, attend_causal
 from ...kernels.cpu.paged_attention import fits, paged_decode
 from .step import Step
 
@@ -33,20 +33,10 @@ class MeasuredStep:
     def __init__(self) -> None:
         self.layers: list[Layer] = []
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int,
-        softcap: float,
-        kv_heads: SequenceOf[int],
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring, kv_heads: SequenceOf[int]) -> Tensor:
         """Attention without a cache."""
         self.layers.append(Layer((*key.shape[1:], value.shape[2]), key.dtype, tuple(kv_heads)))  # type: ignore[arg-type]
-        return attend_causal(query, key, value, 0, sinks, scale, window, softcap)
+        return attend_causal(query, key, value, 0, how)
 
 
 class PagedCache:
@@ -119,54 +109,35 @@ class CachedStep(StepOnCache):
         self._positions: dict[int, Tensor] = {}
         self._tables: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int,
-        softcap: float,
-        kv_heads: SequenceOf[int],
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring, kv_heads: SequenceOf[int]) -> Tensor:
         """Write the keys and values of the next layer, and attend. Tokens of no sequence, which fill up the step, get
         zeros."""
         keys, values = self.write(key, value, kv_heads)
         out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
         if self.decoding:
-            self._decode(query, keys, values, out, sinks, scale, window, softcap)
+            self._decode(query, keys, values, out, how)
         for each in self.prefilling:
             new = slice(each.start, each.start + each.tokens)
             k, v = key[new], value[new]
             if each.past:
                 at = self._slots_of(each.start, each.past + each.tokens)
                 k, v = (x.index_select(1, at).transpose(0, 1) for x in (keys, values))
-            out[new] = attend_causal(query[new], k, v, each.past, sinks, scale, window, softcap)
+            out[new] = attend_causal(query[new], k, v, each.past, how)
         return out
 
-    def _decode(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        out: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> None:
+    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, how: Scoring) -> None:
         """The sequences with one new token."""
-        if fits(query, keys, values, sinks, softcap):
-            paged_decode(query, keys, values, out, *self._decode_tables(), self.cache.block_size, scale, window)
+        if fits(query, keys, values, how.sinks, how.softcap):
+            size = self.cache.block_size
+            paged_decode(query, keys, values, out, *self._decode_tables(), size, how.scale, how.window)
             return
         for each in self.decoding:
             at = self._slots_of(each.start, each.past + 1)
-            if window:
-                at = at[-window:]
+            if how.window:
+                at = at[-how.window :]
             k, v = (x.index_select(1, at).transpose(0, 1) for x in (keys, values))
             one = slice(each.start, each.start + 1)
-            out[one] = attend_causal(query[one], k, v, k.shape[0] - 1, sinks, scale, 0, softcap)
+            out[one] = attend_causal(query[one], k, v, k.shape[0] - 1, how._replace(window=0))
 
     def _decode_tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of the sequences with one new token: their rows, their lengths, and their blocks, side by side."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...compat.continuous_batching import is_stateful
 from ...compat.dynamo import mark_maybe_dynamic
 from ...compat.generation import has_plain_layers
 from ...compat.paged_attention import PAGED, PagedStep, paged_step, register_paged_attention
@@ -151,7 +152,7 @@ def check_model(model: Any) -> None:
     problem = None
     if config is None or not hasattr(model, "generate"):
         problem = "it does not generate text"
-    elif not has_plain_layers(config) or getattr(model, "_is_stateful", False):
+    elif not has_plain_layers(config) or is_stateful(model):
         problem = "its layers are not all of full attention or of a sliding window with a KV cache of their own"
     elif not supports_attention_interface(model):
         problem = "its attention does not go through transformers' attention interface"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paraxis.compat.paged_attention import attend_causal
+from paraxis.compat.paged_attention import Scoring, attend_causal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -24,7 +24,7 @@ CASES = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES)
 def test_each_sequence_attends_to_itself(case: str, dtype: torch.dtype) -> None:
-    from paraxis.kernels.triton.paged_attention import Scores, paged_decode, paged_prefill, tile_list
+    from paraxis.kernels.triton.paged_attention import paged_decode, paged_prefill, tile_list
 
     heads, groups, dk, dv, size, lengths, window, softcap, has_sinks = CASES[case]
     generator = torch.Generator("cuda").manual_seed(0)
@@ -41,7 +41,7 @@ def test_each_sequence_attends_to_itself(case: str, dtype: torch.dtype) -> None:
     tokens = sum(new for _, new in lengths)
     query = draw(1, heads * groups, tokens, dk)[0].transpose(0, 1)
     sinks = draw(heads * groups) if has_sinks else None
-    scores = Scores(0.3, window, softcap, sinks)
+    how = Scoring(0.3, window, softcap, sinks)
     found, right = (torch.zeros(tokens, heads * groups, dv, device="cuda", dtype=t) for t in (dtype, torch.float64))
     start, single, several = 0, [], []
     for i, (length, new) in enumerate(lengths):
@@ -49,16 +49,14 @@ def test_each_sequence_attends_to_itself(case: str, dtype: torch.dtype) -> None:
         k, v, q = (x.double() for x in (keys[:, slots].transpose(0, 1), values[:, slots].transpose(0, 1), query))
         own = slice(start, start + new)
         exact = None if sinks is None else sinks.double()
-        right[own] = attend_causal(q[own], k, v, length - new, exact, 0.3, window, softcap)
+        right[own] = attend_causal(q[own], k, v, length - new, how._replace(sinks=exact))
         (single if new == 1 else several).append((i, start, new, length - new))
         start += new
     if single:
         which, rows, _, past = torch.tensor(single).unbind(1)
-        paged_decode(
-            query, keys, values, found, rows.cuda(), (past + 1).int().cuda(), tables[which].cuda(), size, scores
-        )
+        paged_decode(query, keys, values, found, rows.cuda(), (past + 1).int().cuda(), tables[which].cuda(), size, how)
     if several:
         tiles = torch.tensor(tile_list(several, groups), dtype=torch.int32).cuda()
-        paged_prefill(query, keys, values, found, tiles, tables.cuda(), size, scores)
+        paged_prefill(query, keys, values, found, tiles, tables.cuda(), size, how)
     close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(found.double(), right, **close)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from paraxis.compat.paged_attention import Scoring
 from paraxis.runtime.batching.device_step import DecodeBuffers, DeviceStep, table_of
 from paraxis.runtime.batching.paged_cache import CachedStep, Layer, PagedCache
 from paraxis.runtime.batching.request import Choice, Request
@@ -74,5 +75,5 @@ def test_results_are_those_of_tables_on_the_host(window: int) -> None:
         cache.keys[0].copy_(past[0])
         cache.values[0].copy_(past[1])
         step = kind(cache, mixed(), device)  # type: ignore[operator]
-        found.append((step.attend(query, key, value, None, 0.25, window, 0.0, ()), cache.keys[0], cache.values[0]))
+        found.append((step.attend(query, key, value, Scoring(0.25, window), ()), cache.keys[0], cache.values[0]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
