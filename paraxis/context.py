@@ -43,6 +43,7 @@ class EngineState:
         graph_pool: The memory pool that the CUDA graphs of this context share, once there is one.
         generating: An object that stands for the call of ``generate`` that is running; None if there is none.
         early_launches: What launches the prefill of a repeated ``generate`` early, on a GPU.
+        transformed: Whether a call inside of a transform of ``torch.func`` was warned of.
     """
 
     planning: bool = False
@@ -59,6 +60,7 @@ class EngineState:
     graph_pool: Any = None
     early_launches: EarlyLaunches | None = None
     generating: Any = None
+    transformed: bool = False
 
 
 @dataclass

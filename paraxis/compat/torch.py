@@ -73,6 +73,7 @@ __all__ = [
     "is_data_of_tensor",
     "is_grad_mode_switch",
     "is_traceable_wrapper_subclass",
+    "is_transformed",
     "is_view",
     "legacy_reduction",
     "linear",
@@ -299,6 +300,11 @@ current_dispatch_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dis
 """The active modes, the outermost first."""
 
 
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` (``grad``, ``vmap``, ``jvp``) or forward differentiation is active."""
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def must_use_aten() -> bool:
     """Whether torch's own operators must run: something differentiates, traces, counts, casts or batches them.
 
@@ -309,8 +315,7 @@ def must_use_aten() -> bool:
         or torch.compiler.is_compiling()
         or _len_torch_dispatch_stack() > 0
         or torch.is_autocast_enabled("cpu")
-        or _functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or is_transformed()
         or _is_tracing()
         or _len_torch_dispatch_stack_pre_dispatch() > 0
     )
