@@ -225,7 +225,11 @@ def load(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
         while time.monotonic() < until:
             prompt = own.choice(prompts)
             body = {"prompt": prompt, "max_tokens": arguments.new, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-            request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", json.dumps(body).encode())
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}/v1/completions",
+                json.dumps(body).encode(),
+                {"Content-Type": "application/json"},
+            )
             asked, status = time.monotonic(), "?"
             try:
                 with urllib.request.urlopen(request, timeout=600) as answer:

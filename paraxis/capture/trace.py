@@ -35,6 +35,7 @@ from ..compat.dynamo import (
     keep_sizes_in_text,
     note_required_gradients,
     reads_data_of_fakes,
+    skip_diagnostics,
     source_of,
 )
 from ..compat.flex_attention import differentiate_on_cpu
@@ -118,6 +119,7 @@ ADAPTATIONS = (
     follow_eager_masks,
     capture_packed_attention,
     capture_host_functions,
+    skip_diagnostics,
 )
 """What libraries do in another way while Dynamo traces one of our entry points."""
 
@@ -188,18 +190,6 @@ def guards_mha_fastpath(guard: Any) -> bool:
 
 note_required_gradients(REQUIRES_GRAD, lambda: _tracing.active)
 follow_side_effects()
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Without Python's garbage collection, for stages that allocate much and free little."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def ignore_loggers() -> None:

@@ -59,7 +59,11 @@ def command(
     ] = 1024,
     kv_cache: Annotated[
         float | None,
-        typer.Option("--kv-cache", min=0.001, help="GB of KV cache per rank; default: half of what is free."),
+        typer.Option(
+            "--kv-cache",
+            min=0.001,
+            help="GB of KV cache per rank; default: half of a machine's free memory, 80% of a GPU's.",
+        ),
     ] = None,
     timeout: Annotated[
         float, typer.Option("--timeout", min=1.0, help="Seconds after which a request is cancelled.")
@@ -96,6 +100,7 @@ def command(
         check_packages()
         if api_key is not None and not api_key.strip():
             raise UsageError(f"--api-key is empty: give a key, or leave out the option (and {KEY})")
+        api_key = api_key.strip() if api_key else None  # a key from a file ends with a newline
         quiet()
         hub = {"revision": revision, "subfolder": subfolder, "trust_remote_code": trust_remote_code}
         check_tokenizer(model, {key: value for key, value in hub.items() if value is not None})
@@ -141,12 +146,11 @@ def check_packages() -> None:
 
 def run_rank(options: Any, device: str, debug: bool) -> None:
     """One rank of the service."""
-    import torch.distributed as dist
-
+    from ..distributed.exit import end_process_groups
     from ..serving.rank import run_rank
 
     with report_errors(debug):
         quiet()
         found = init_process_group(device)
         run_rank(options, found)
-        dist.destroy_process_group()
+        end_process_groups()

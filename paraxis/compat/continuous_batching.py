@@ -8,7 +8,23 @@ from typing import Any
 
 import torch
 
-__all__ = ["generation_output", "new_batching_config", "processors_of", "stop_tokens_of"]
+__all__ = [
+    "CACHED_MANAGER",
+    "generation_output",
+    "is_stateful",
+    "new_batching_config",
+    "page_size_of",
+    "processors_of",
+    "stop_tokens_of",
+]
+
+CACHED_MANAGER = "_cached_continuous_batching_manager"
+"""The attribute of a model that holds a manager made with ``persistent_manager=True``."""
+
+
+def is_stateful(model: Any) -> bool:
+    """Whether a model has a state that is no KV cache, as state-space models have."""
+    return bool(getattr(model, "_is_stateful", False))
 
 
 def new_batching_config() -> Any:
@@ -16,6 +32,11 @@ def new_batching_config() -> Any:
     from transformers import ContinuousBatchingConfig
 
     return ContinuousBatchingConfig()
+
+
+def page_size_of(config: Any) -> int:
+    """How many positions a block of the KV cache has; earlier versions call it ``block_size``."""
+    return int(config.page_size if hasattr(config, "page_size") else config.block_size)
 
 
 def generation_output(

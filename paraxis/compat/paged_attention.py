@@ -11,32 +11,46 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softmax
 
-__all__ = ["PAGED", "PAGED_ATTENTION", "PagedStep", "attend_causal", "paged_step", "register_paged_attention"]
+__all__ = [
+    "PAGED",
+    "PAGED_ATTENTION",
+    "PagedStep",
+    "Scoring",
+    "attend_causal",
+    "paged_step",
+    "register_paged_attention",
+]
 
 PAGED = "paraxis_paged"
 """The attention implementation of transformers that calls the operator."""
 
 
+class Scoring(NamedTuple):
+    """How scores are computed and become weights.
+
+    Attributes:
+        scale: What products of queries and keys are multiplied by.
+        window: How many positions a token sees, itself included; 0 for all.
+        softcap: Scores become ``softcap * tanh(score / softcap)``; 0 for none.
+        sinks: A score of each head that takes part in the softmax, and has no value.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+
+
 class PagedStep(Protocol):
     """A step of the model: where its tokens belong, and the KV cache of this rank."""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        scale: float,
-        window: int,
-        softcap: float,
-        kv_heads: Sequence[int],
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring, kv_heads: Sequence[int]) -> Tensor:
         """Write keys and values of the next layer into its cache, and attend: (tokens, heads, size)."""
         ...
 
@@ -74,22 +88,15 @@ def paged_attention(
 
     Args:
         query, key, value: Of the new tokens.
-        sinks: A score of each head that takes part in the softmax, and has no value.
-        scale: Of the scores.
-        window: How many positions a token sees, itself included; 0 for all.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; 0 for none.
+        sinks, scale, window, softcap: As in :class:`Scoring`.
         kv_heads: Which heads of keys and values these are; empty for all.
     """
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("paged attention finds its KV cache by Python, which a CUDA graph would not replay")
+    if query.is_cuda and torch.cuda.is_current_stream_capturing() and not getattr(_step, "on_device", False):
+        raise RuntimeError("the tables of this step are on the host, which a CUDA graph would not replay")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
-    if _step is None:
-        found = attend_causal(q, k, v, 0, sinks, scale, window, softcap)
-    else:
-        found = _step.attend(q, k, v, sinks, scale, window, softcap, kv_heads)
-    result = _allocate(query, key, value, sinks, scale, window, softcap, kv_heads)
-    result[0].transpose(0, 1).copy_(found)
-    return result
+    how = Scoring(scale, window, softcap, sinks)
+    found = attend_causal(q, k, v, 0, how) if _step is None else _step.attend(q, k, v, how, kv_heads)
+    return found.contiguous()[None].transpose(1, 2)
 
 
 @paged_attention.register_fake
@@ -110,20 +117,12 @@ def _allocate(
 PAGED_ATTENTION = torch.ops.paraxis.paged_attention.default
 
 
-def attend_causal(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    past: int,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
+def attend_causal(query: Tensor, key: Tensor, value: Tensor, past: int, how: Scoring) -> Tensor:
     """Attention of the last tokens of one sequence: (tokens, heads, size) to (positions, KV heads, size).
 
     ``past`` is the position of the first query among the keys.
     """
+    scale, window, softcap, sinks = how
     tokens, heads, positions = query.shape[0], query.shape[1], key.shape[0]
     q, k, v = query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
     groups = heads // max(k.shape[0], 1)

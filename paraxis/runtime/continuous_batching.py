@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..compat.continuous_batching import generation_output, new_batching_config, processors_of, stop_tokens_of
+from ..compat.continuous_batching import (
+    CACHED_MANAGER,
+    generation_output,
+    new_batching_config,
+    page_size_of,
+    processors_of,
+    stop_tokens_of,
+)
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..data_parallel.shard import shards_parameters
@@ -23,7 +30,7 @@ from ..distributed.liveness import machine_id
 from ..utils.memory import available_memory
 from .batching.channel import Channel
 from .batching.engine import Engine, make_runner
-from .batching.request import Choice, Request
+from .batching.request import CANCELLED, Choice, Request
 from .batching.runner import check_model, longest_sequence
 
 logger = logging.getLogger("paraxis")
@@ -73,7 +80,7 @@ class BatchingManager:
         """Compile, and allocate the KV cache. A collective."""
         if self._runner is None:
             config = self.continuous_batching_config
-            size = int(config.page_size)
+            size = page_size_of(config)
             longest = longest_sequence(self.model.config)
             requests = config.max_requests_per_batch or MAX_REQUESTS
             most = None if longest is None else requests * -(-longest // size)
@@ -128,7 +135,7 @@ class BatchingManager:
         if not keep_for_next_session:
             self._runner = None
         else:
-            self.model._cached_continuous_batching_manager = self
+            setattr(self.model, CACHED_MANAGER, self)
 
     def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
         """Wait for the loop to end."""
@@ -200,7 +207,7 @@ class BatchingManager:
                     stop,
                     choice,
                     on_change=self._changed,
-                    details=(streaming, stamps),
+                    details=(request_id, streaming, stamps),
                 )
             )
         self._requests[request_id] = requests
@@ -240,14 +247,16 @@ class BatchingManager:
 
     def _changed(self, request: Request) -> None:
         """On the first rank, in the thread of the loop."""
-        streaming, stamps = request.details
+        request_id, streaming, stamps = request.details
         if stamps is not None and len(stamps) < len(request.tokens):
             stamps.append(time.perf_counter())
         if not streaming and not request.ended:
             return
-        if request.ended:
-            self._requests.pop(request.name.partition("__child#")[0], None)
-        if request.ended == "cancelled":
+        if request.ended and all(each.ended for each in self._requests.get(request_id, ())):
+            self._requests.pop(request_id, None)
+        if request.ended == CANCELLED:
+            with self._lock:
+                self._handlers.pop(request.name, None)
             return
         assert self.engine is not None
         found = generation_output(
@@ -322,7 +331,7 @@ def parallel_batching(model: Any, ctx: ParallelExecutionCtx, config: Config) -> 
                 "data-parallel ranks that shard parameters gather them together in every step, and cannot run batches "
                 "of their own: use data_parallel='replicate'"
             )
-        cached = vars(model).get("_cached_continuous_batching_manager")
+        cached = vars(model).get(CACHED_MANAGER)
         if isinstance(cached, BatchingManager):
             return cached
         chosen = generation_config if generation_config is not None else model.generation_config
@@ -336,7 +345,7 @@ def parallel_batching(model: Any, ctx: ParallelExecutionCtx, config: Config) -> 
 
 def destroy_batch(model: Any) -> None:
     """``destroy_cached_continuous_batching_manager``: give up the manager that was made with ``persistent_manager``."""
-    cached = vars(model).pop("_cached_continuous_batching_manager", None)
+    cached = vars(model).pop(CACHED_MANAGER, None)
     if cached is not None:
         cached.destroy()
 

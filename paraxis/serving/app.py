@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,6 +15,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from .errors import ApiError
 from .protocol import Ask, read_chat, read_completion
@@ -22,6 +24,8 @@ from .service import Answer, Service
 
 logger = logging.getLogger("paraxis.serve")
 PAGE = Path(__file__).with_name("page.html")
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+"""An escape of half of a character: without its other half it cannot be encoded, as a response or by a tokenizer."""
 
 
 class Record:
@@ -126,13 +130,36 @@ def check_key(service: Service, request: Request) -> None:
     if key is None:
         return
     scheme, _, sent = request.headers.get("authorization", "").partition(" ")
-    same = hmac.compare_digest(sent.strip().encode("utf-8", "replace"), key.encode())
+    same = hmac.compare_digest(sent.strip().encode("latin-1", "replace"), key.encode())  # the bytes of the header
     if scheme.lower() != "bearer" or not same:
         raise ApiError(401, "the API key is missing or wrong", code="invalid_api_key")
 
 
 async def read_json(service: Service, request: Request) -> Any:
-    """The body of a request, up to the limit."""
+    """The JSON of a request. A browser asks before it sends some to another site, which this service does not allow: a
+    page of the Internet cannot use a service on the machine of the person who reads it."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            415, f"the Content-Type is {kind or 'missing'}: use application/json", code="unsupported_media_type"
+        )
+    try:
+        body = await asyncio.wait_for(receive_body(service, request), service.options.timeout)
+    except asyncio.TimeoutError as error:
+        raise ApiError(408, f"the body did not arrive within {service.options.timeout:g} s", code="timeout") from error
+    try:
+        found = json.loads(body)
+        if SURROGATE.search(body):
+            json.dumps(found, ensure_ascii=False).encode()
+        return found
+    except UnicodeEncodeError as error:
+        raise ApiError(400, "the body has half of a surrogate pair, which no text has") from error
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from error
+
+
+async def receive_body(service: Service, request: Request) -> bytes:
+    """The bytes of a body, up to the limit."""
     limit, body = service.options.max_body, bytearray()
     declared = request.headers.get("content-length", "")
     too_large = ApiError(413, f"the body is larger than {limit} bytes", code="body_too_large")
@@ -142,10 +169,7 @@ async def read_json(service: Service, request: Request) -> Any:
         body += chunk
         if len(body) > limit:
             raise too_large
-    try:
-        return json.loads(bytes(body))
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from error
+    return bytes(body)
 
 
 async def respond(service: Service, request: Request, read: Callable[[Any], Ask]) -> Response:
@@ -222,27 +246,49 @@ async def stream(
         await events.aclose()  # type: ignore[attr-defined]
         raise
     record.status = 0  # from now on the stream writes the log
+    status = 499
 
     async def body() -> AsyncIterator[str]:
-        status = 499
+        nonlocal status
         try:
-            try:
-                yield first
-                async for event in events:
-                    yield event
-                status = 200
-            except ApiError as error:
-                status = error.status
-                yield f"data: {json.dumps(error.body())}\n\n"
-        finally:
-            await events.aclose()  # type: ignore[attr-defined]
-            for answer in record.answers:
-                service.release(answer)
-            record.status = status
-            record.write(service, _shown(ask))
+            yield first
+            async for event in events:
+                yield event
+            status = 200
+        except ApiError as error:
+            status = error.status
+            yield f"data: {json.dumps(error.body())}\n\n"
+        except Exception:
+            status = 500
+            raise
 
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(body(), media_type="text/event-stream", headers=headers)
+    async def end() -> None:
+        await events.aclose()  # type: ignore[attr-defined]
+        for answer in record.answers:
+            service.release(answer)
+        record.status = status
+        record.write(service, _shown(ask))
+
+    return EventStream(body(), end)
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events, and what is done after them, also if the client is gone before the first one.
+
+    The ``finally`` of a generator does not do: one that was not begun ends without it.
+    """
+
+    def __init__(self, body: AsyncIterator[str], end: Callable[[], Awaitable[None]]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(body, media_type="text/event-stream", headers=headers)
+        self.end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.end()
 
 
 async def _events(service: Service, record: Record, responses: Responses, deadline: float) -> AsyncIterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from .errors import ApiError, invalid
@@ -28,10 +27,10 @@ class Fields:
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """A number between two others."""
         value = self.take(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
             raise invalid(name, "must be a number")
-        if not low <= value <= high:
-            raise invalid(name, f"{value:g} is not between {low:g} and {high:g}")
+        if not low <= value <= high:  # before float(), which no integer of a thousand digits fits in
+            raise invalid(name, f"is not between {low:g} and {high:g}")
         return float(value)
 
     def integer(self, name: str, default: int | None, low: int, high: int) -> int | None:
@@ -42,7 +41,7 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise invalid(name, "must be an integer")
         if not low <= value <= high:
-            raise invalid(name, f"{value} is not between {low} and {high}")
+            raise invalid(name, f"is not between {low} and {high}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:

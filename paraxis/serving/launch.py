@@ -37,8 +37,14 @@ def serve_ranks(
         for rank in range(ranks):
             os.environ.update(shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
             process = context.Process(target=_run, args=(run, arguments), name=f"rank {rank}")
-            process.start()
             processes.append(process)
+            process.start()
+    except BaseException:  # Ctrl-C too: the ranks that were started would wait for the others
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join(10)
+        raise
     finally:
         for name, value in before.items():
             if value is None:

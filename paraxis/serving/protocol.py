@@ -10,6 +10,8 @@ from .fields import Fields
 
 MOST_TOKENS = 1 << 31
 MAX_N, MAX_STOP = 16, 16
+MOST_DIGITS = 10
+"""Of a token id."""
 IGNORED = (
     "user",
     "metadata",
@@ -20,6 +22,25 @@ IGNORED = (
     "parallel_tool_calls",
 )
 """Fields that change nothing: they name the client, or what a service that has it would store."""
+RESERVED = (
+    "conversation",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "tokenize",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
+"""Arguments of ``apply_chat_template`` that the service sets itself. A client's own template would be a program."""
+MIN_TEMPERATURE = 1e-5
+"""Below it the scores divided by the temperature are infinite, and the draw would be the most likely token anyway."""
+MIN_REPETITION_PENALTY = 0.01
+"""Scores are divided by it."""
 
 
 @dataclass
@@ -74,6 +95,9 @@ def read_chat(data: Any) -> Ask:
     template = fields.take("chat_template_kwargs", {})
     if not isinstance(template, dict):
         raise invalid("chat_template_kwargs", "must be an object")
+    reserved = sorted(set(template) & set(RESERVED))
+    if reserved:
+        raise invalid("chat_template_kwargs", f"{reserved[0]} cannot be set by a client")
     ask.template = template
     wants = fields.flag("logprobs")
     top = fields.integer("top_logprobs", None, 0, 20)
@@ -137,21 +161,22 @@ def _read_common(ask: Ask, fields: Fields) -> Ask:
 
 def _sampling(fields: Fields) -> dict[str, Any]:
     """What the client says of sampling; what it does not say is the model's own."""
-    limits = {"temperature": 10.0, "top_p": 1.0, "min_p": 1.0, "repetition_penalty": 10.0}
-    found: dict[str, Any] = {}
-    for name, high in limits.items():
-        value = fields.number(name, -1.0, -1.0 if name not in fields else 0.0, high)
-        if value >= 0:
-            found[name] = value
+    limits = {
+        "temperature": (0.0, 10.0),
+        "top_p": (0.0, 1.0),
+        "min_p": (0.0, 1.0),
+        "repetition_penalty": (MIN_REPETITION_PENALTY, 10.0),
+    }
+    found: dict[str, Any] = {
+        name: fields.number(name, 0.0, low, high) for name, (low, high) in limits.items() if name in fields
+    }
     top_k = fields.integer("top_k", None, -1, MOST_TOKENS)
     if top_k is not None:
         found["top_k"] = max(top_k, 0)
     fewest = fields.integer("min_tokens", None, 0, MOST_TOKENS)
     if fewest:
         found["min_new_tokens"] = fewest
-    if found.get("repetition_penalty") == 0:
-        raise invalid("repetition_penalty", "must be more than 0")
-    found["do_sample"] = found.get("temperature") != 0 and found.get("top_p") != 0
+    found["do_sample"] = found.get("temperature", 1.0) >= MIN_TEMPERATURE and found.get("top_p") != 0
     return found
 
 
@@ -225,7 +250,7 @@ def _bias(value: Any) -> dict[int, float]:
     found = {}
     for token, amount in value.items():
         number = isinstance(amount, (int, float)) and not isinstance(amount, bool) and -100 <= amount <= 100
-        if not (isinstance(token, str) and token.isdecimal() and number):
+        if not (isinstance(token, str) and token.isdecimal() and len(token) <= MOST_DIGITS and number):
             raise invalid("logit_bias", "must be an object from token ids to numbers between -100 and 100")
         found[int(token)] = float(amount)
     return found

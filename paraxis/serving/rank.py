@@ -24,6 +24,7 @@ from ..runtime.continuous_batching import WAIT, cache_bytes
 from ..weights.hub import resolve_checkpoint
 from ..weights.pretrained_options import split_pretrained_options
 from .options import ServeOptions
+from .service import Service
 
 logger = logging.getLogger("paraxis.serve")
 
@@ -121,7 +122,6 @@ def _lead(engine: Engine, model: Any, tokenizer: Any, options: ServeOptions, lis
     import uvicorn
 
     from .app import make_app
-    from .service import Service
 
     service = Service(engine, model, tokenizer, options)
     over = threading.Event()
@@ -154,22 +154,8 @@ def _lead(engine: Engine, model: Any, tokenizer: Any, options: ServeOptions, lis
     thread = threading.Thread(target=run, name="batch", daemon=True)
     thread.start()
 
-    async def watch() -> None:
-        """End the server when the batch has failed, or when all requests have ended after a signal."""
-        until = None
-        while not server.should_exit:
-            await asyncio.sleep(0.05)
-            now = time.monotonic()
-            if until is None and (over.is_set() or service.draining):
-                until = now + (FAILURE if over.is_set() else options.drain)
-            if until is None:
-                continue
-            if now > until:
-                engine.stop(abort=True)
-            server.should_exit = not service.active or now > until + ABORT
-
     async def serve() -> None:
-        watcher = asyncio.ensure_future(watch())
+        watcher = asyncio.ensure_future(watch(server, service, over))
         await server.serve([listener])
         watcher.cancel()
 
@@ -187,6 +173,25 @@ def _lead(engine: Engine, model: Any, tokenizer: Any, options: ServeOptions, lis
         logger.error("the ranks did not end")
         _end(1)
     logger.info("all requests have ended")
+
+
+async def watch(server: Any, service: Service, over: threading.Event) -> None:
+    """End the server when the batch has failed or is over, or when all requests have ended after a signal.
+
+    A batch that has failed is not over while it waits to tell the other ranks, which may be stuck in a collective.
+    """
+    until = None
+    while not server.should_exit:
+        await asyncio.sleep(0.05)
+        now = time.monotonic()
+        failed = service.failed or over.is_set()
+        if until is None and (failed or service.draining):
+            until = now + (FAILURE if failed else service.options.drain)
+        if until is None:
+            continue
+        if now > until:
+            service.engine.stop(abort=True)
+        server.should_exit = not service.active or now > until + ABORT
 
 
 def _line(error: BaseException) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 from .protocol import Ask
 from .service import Answer
 
+IMPOSSIBLE = -9999.0
+"""The least log-probability that a client gets."""
+
 
 class Responses:
     """The responses to one request of a client.
@@ -93,22 +96,26 @@ class Responses:
         if self.ask.chat:
             content = [
                 self._entry(token, each.chosen) | {"top_logprobs": [self._entry(*pair) for pair in each.top]}
-                for token, each in zip(tokens, known)
+                for token, each in zip(tokens, known, strict=True)
             ]
             return {"content": content, "refusal": None}
         texts = [self._token(token) for token in tokens]
         offset = len(self._prompt(answer)) if self.ask.echo else 0
-        offsets = [offset + len(answer.text.decode(answer.text.tokens[: start + i])) for i in range(len(tokens))]
         return {
             "tokens": texts,
-            "token_logprobs": [each.chosen for each in known],
-            "top_logprobs": [{self._token(t): value for t, value in each.top} for each in known],
-            "text_offset": offsets,
+            "token_logprobs": [finite(each.chosen) for each in known],
+            "top_logprobs": [{self._token(t): finite(value) for t, value in each.top} for each in known],
+            "text_offset": [offset + at for at in answer.text.offsets[start:end]],
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._token(token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+
+def finite(logprob: float) -> float:
+    """A log-probability as JSON can have it: OpenAI's number for a token that is impossible, or has none."""
+    return logprob if logprob > IMPOSSIBLE else IMPOSSIBLE
 
 
 def usage(answers: list[Answer], ask: Ask) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from .errors import ApiError, invalid
 from .metrics import Metrics
 from .options import ServeOptions
 from .penalties import Penalties
-from .protocol import Ask
+from .protocol import MIN_TEMPERATURE, Ask
 from .text import TextStream
 
 logger = logging.getLogger("paraxis.serve")
@@ -72,6 +72,7 @@ class Service:
         self.max_length = min(engine.capacity, longest or engine.capacity)
         self.vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
         self.special = frozenset(getattr(tokenizer, "all_special_ids", ()))
+        self._encode("a")  # the first call may change the tokenizer's settings, which several threads must not do
 
     # -- state -------------------------------------------------------------------------------------------------
 
@@ -133,6 +134,21 @@ class Service:
             raise ApiError(
                 404, f"there is no model {ask.model!r} here: use {self.options.name!r}", "model", "model_not_found"
             )
+        self._check_room(1)
+
+    def _check_room(self, wanted: int) -> None:
+        """Raise if so many more answers do not fit: when a request arrives, before its text becomes tokens, and when it
+        is known how many it wants."""
+        most = self.options.max_batch + self.options.max_queue
+        if wanted > most:
+            raise ApiError(400, f"{wanted} answers are more than the queue of this service holds", "n")
+        if wanted > most - len(self.active):
+            raise ApiError(
+                429,
+                f"{len(self.active)} requests are running or waiting, and there is room for no more",
+                code="queue_full",
+                retry_after=max(1, min(60, round(self.last_seconds))),
+            )
 
     def prompts_of(self, ask: Ask) -> list[list[int]]:
         """The prompts in tokens."""
@@ -172,17 +188,7 @@ class Service:
 
     def start(self, ask: Ask, prompts: list[list[int]]) -> list[Answer]:
         """Hand a client's request to the batch: n answers to each prompt."""
-        wanted = len(prompts) * ask.n
-        room = self.options.max_batch + self.options.max_queue - len(self.active)
-        if wanted > room:
-            if wanted > self.options.max_batch + self.options.max_queue:
-                raise ApiError(400, f"{wanted} answers are more than the queue of this service holds", "n")
-            raise ApiError(
-                429,
-                f"{len(self.active)} requests are running or waiting, and there is room for no more",
-                code="queue_full",
-                retry_after=max(1, min(60, round(self.last_seconds))),
-            )
+        self._check_room(len(prompts) * ask.n)
         loop = asyncio.get_running_loop()
         answers = [
             self._answer(ask, prompt, prompt_number * ask.n + i, i, loop)
@@ -205,7 +211,7 @@ class Service:
         stop = frozenset(ask.stop_tokens) | (frozenset() if ask.ignore_eos else own)
         choice = Choice(
             self._processors(ask, prompt),
-            bool(ask.sampling["do_sample"]),
+            self._samples(ask),
             None if ask.seed is None else torch.Generator(self.engine.runner.device).manual_seed(ask.seed + number),
             ask.logprobs,
         )
@@ -214,11 +220,16 @@ class Service:
         request.on_change = answer.notify
         return answer
 
+    def _samples(self, ask: Ask) -> bool:
+        """Whether tokens are drawn: not with a temperature of zero, the client's or the model's own."""
+        temperature = ask.sampling.get("temperature", getattr(self.model.generation_config, "temperature", None))
+        return bool(ask.sampling["do_sample"]) and (temperature is None or temperature >= MIN_TEMPERATURE)
+
     def _processors(self, ask: Ask, prompt: list[int]) -> Any:
         """What changes the scores: what ``generate`` would use, and what OpenAI's API has beside."""
         from transformers import GenerationConfig, LogitsProcessorList
 
-        own, sample = self.model.generation_config, ask.sampling["do_sample"]
+        own, sample = self.model.generation_config, self._samples(ask)
         chosen = {name: ask.sampling.get(name, getattr(own, name, None)) for name in SAMPLING if sample}
         if sample:
             neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
@@ -231,7 +242,7 @@ class Service:
         if any(ask.penalties) or ask.bias:
             if any(token >= self.vocabulary for token in ask.bias):
                 raise invalid("logit_bias", f"has a token that is not in the vocabulary of {self.vocabulary}")
-            found.append(Penalties(len(prompt), *ask.penalties, ask.bias))
+            found.insert(0, Penalties(len(prompt), *ask.penalties, ask.bias))  # before any token is ruled out
         return LogitsProcessorList(found) if found else None
 
     # -- answers -----------------------------------------------------------------------------------------------

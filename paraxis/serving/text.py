@@ -23,6 +23,8 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.tokens: list[int] = []
+        self.offsets: list[int] = []
+        """Where in the text each token begins; one that ends a character begins where the character does."""
         self.text = ""
         """What was decoded so far, with what is held back."""
         self.sent = 0
@@ -40,6 +42,7 @@ class TextStream:
             if self.stopped:
                 break
             self.tokens.append(token)
+            self.offsets.append(len(self.text))
             self._decode()
         return self._hand_out(self._held_back())
 

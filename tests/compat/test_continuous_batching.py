@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from models.tiny import build
 
-from paraxis.compat.continuous_batching import generation_output, new_batching_config, processors_of, stop_tokens_of
+from paraxis.compat.continuous_batching import (
+    generation_output,
+    is_stateful,
+    new_batching_config,
+    page_size_of,
+    processors_of,
+    stop_tokens_of,
+)
 
 
 def test_results_have_transformers_states() -> None:
@@ -20,7 +29,16 @@ def test_stop_tokens_are_those_of_the_first_value() -> None:
     assert stop_tokens_of(None, [3, 4], 5) == {3, 4}
     assert stop_tokens_of(-1, 5) == frozenset(), "none are wanted"
     assert stop_tokens_of(None) == frozenset()
-    assert new_batching_config().page_size > 0
+
+
+def test_sizes_of_blocks_in_two_versions() -> None:
+    assert page_size_of(new_batching_config()) > 0
+    assert page_size_of(SimpleNamespace(page_size=16, block_size=None)) == 16
+    assert page_size_of(SimpleNamespace(block_size=32)) == 32
+
+
+def test_models_with_a_state_are_told() -> None:
+    assert is_stateful(SimpleNamespace(_is_stateful=True)) and not is_stateful(SimpleNamespace())
 
 
 def test_processors_are_those_of_generate() -> None:

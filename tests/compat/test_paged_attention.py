@@ -8,7 +8,14 @@ import pytest
 import torch
 from models.tiny import build
 
-from paraxis.compat.paged_attention import PAGED, PAGED_ATTENTION, attend_causal, paged_step, register_paged_attention
+from paraxis.compat.paged_attention import (
+    PAGED,
+    PAGED_ATTENTION,
+    Scoring,
+    attend_causal,
+    paged_step,
+    register_paged_attention,
+)
 from paraxis.compat.transformers import set_attention_implementation
 
 
@@ -63,6 +70,6 @@ def test_chunks_attend_to_what_is_before_them() -> None:
     torch.manual_seed(0)
     q, k = torch.randn(9, 4, 8), torch.randn(9, 2, 8)
     for window, softcap in ((0, 0.0), (4, 0.0), (0, 3.0)):
-        right = attend_causal(q, k, k, 0, None, 0.3, window, softcap)
-        found = attend_causal(q[5:], k, k, 5, None, 0.3, window, softcap)
+        right = attend_causal(q, k, k, 0, Scoring(0.3, window, softcap))
+        found = attend_causal(q[5:], k, k, 5, Scoring(0.3, window, softcap))
         torch.testing.assert_close(found, right[5:])

@@ -14,7 +14,8 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from paraxis.config import Config
 from paraxis.runtime import continuous_batching
-from paraxis.runtime.continuous_batching import cache_bytes, parallel_batching, refuse_options
+from paraxis.runtime.batching.request import CANCELLED, LENGTH, Request
+from paraxis.runtime.continuous_batching import BatchingManager, cache_bytes, parallel_batching, refuse_options
 from paraxis.utils.memory import available_memory
 
 FREE = 4 * 2**30
@@ -184,6 +185,25 @@ def test_a_request_can_be_cancelled_and_watched(ranks: Any, checkpoints: Any) ->
     for found in ranks(2).run(start_cancel_stop, checkpoints("llama")):
         assert found["seen"] == sorted(found["seen"]) and found["seen"][-1] == 12
         assert not found["running"]
+
+
+def test_answers_that_are_left_can_be_cancelled_when_one_has_ended() -> None:
+    """Of one request with several answers; a request that is cancelled is forgotten, with its handler."""
+    requests = [Request(name, [1], 5, details=("a", False, None)) for name in ("a", "a__child#1")]
+    manager: Any = SimpleNamespace(
+        engine=SimpleNamespace(cancel=lambda request: request.end(CANCELLED)),
+        channel=SimpleNamespace(alone=True),
+        _requests={"a": requests},
+        _handlers={"a__child#1": None},
+        _lock=threading.Lock(),
+        _deliver=lambda _: None,
+    )
+    requests[0].end(LENGTH)
+    BatchingManager._changed(manager, requests[0])
+    BatchingManager.cancel_request(manager, "a")
+    assert requests[1].ended == CANCELLED
+    BatchingManager._changed(manager, requests[1])
+    assert not manager._requests and not manager._handlers
 
 
 def batch_of_uneven_heads(folder: str, prompts: list[list[int]]) -> list[list[int]]:

@@ -110,10 +110,12 @@ def serving(service: Service) -> Iterator[int]:
         service.engine.stop(abort=True)
 
 
-def fetch(port: int, path: str, body: Any = None, key: str | None = None) -> tuple[int, Any, dict[str, str]]:
+def fetch(
+    port: int, path: str, body: Any = None, key: str | None = None, kind: str = "application/json"
+) -> tuple[int, Any, dict[str, str]]:
     """Status, body and headers; JSON is parsed."""
     data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": kind} | ({"Authorization": f"Bearer {key}"} if key else {})
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import logging
@@ -14,7 +15,12 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+from fastapi import Request
 from serving.counting import events_of, fetch, make_service, serving
+
+from paraxis.serving.app import check_key, respond
+from paraxis.serving.errors import ApiError
+from paraxis.serving.protocol import read_completion
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 3}
@@ -97,6 +103,13 @@ def test_wrong_requests_get_the_reason() -> None:
         assert refused({"prompt": "w5", "model": "other"}) == (404, "there is no model 'other' here: use 'model'")
         assert refused(b"{")[0] == 400 and refused([1]) == (400, "the body must be a JSON object")
         assert refused({"prompt": "w5 " * 1000})[0] == 413
+        assert refused({"prompt": "\ud800"}) == (400, "the body has half of a surrogate pair, which no text has")
+        assert refused({"prompt": "w5", "\udfff": 1})[0] == 400
+        assert refused({"prompt": "w5", "temperature": 10**400})[0] == 400
+        assert refused({"prompt": [10**400]})[0] == 400
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):  # what a browser sends without asking
+            status, answer, _ = fetch(port, TEXT, {"prompt": "w5"}, "secret", kind)
+            assert status == 415 and answer["error"]["code"] == "unsupported_media_type"
         assert refused({"prompt": list(range(64))})[0] == 400 and refused({"prompt": [64]})[0] == 400
         assert refused({"prompt": [3] * 64})[1].startswith("the prompt has 64 tokens, and prompt and answer together")
         assert refused({"prompt": ""})[1] == "prompt: has no tokens"
@@ -105,6 +118,19 @@ def test_wrong_requests_get_the_reason() -> None:
         assert "no chat template" in refused({"messages": [{"role": "user", "content": "w1"}]}, CHAT)[1]
         body = {"prompt": "w5", "temperature": 0, "max_tokens": 50, "ignore_eos": True}
         assert fetch(port, TEXT, body, "secret")[1]["usage"]["completion_tokens"] == 4, "the service's own limit"
+
+
+def test_a_key_may_have_any_characters() -> None:
+    service = make_service(api_key="schlüssel")
+    for sent, right in (("schlüssel", True), ("schlussel", False)):
+        value = f"Bearer {sent}".encode()
+        request = Request({"type": "http", "method": "GET", "path": "/", "headers": [(b"authorization", value)]})
+        if right:
+            check_key(service, request)
+        else:
+            with pytest.raises(ApiError):
+                check_key(service, request)
+    service.engine.stop(abort=True)
 
 
 def test_a_full_queue_answers_429_and_takes_requests_later() -> None:
@@ -137,6 +163,45 @@ def test_clients_that_go_away_free_their_place(streams: bool) -> None:
         connection.close()
         wait_until_free(service)
         assert service.engine.counters.tokens < 55, "it did not run to its end"
+
+
+def test_a_client_that_leaves_before_the_first_event_frees_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    """Between the first piece, which is waited for, and the response that would send it."""
+    service = make_service()
+    service.engine.runner.seconds = 0.02
+    logging.getLogger("paraxis.serve").propagate = True
+
+    async def run() -> None:
+        body = {"prompt": "w5", "temperature": 0, "max_tokens": 60, "stream": True}
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            while not messages:
+                await asyncio.sleep(0.01)
+            return messages.pop(0)
+
+        async def send(message: Any) -> None:
+            await asyncio.sleep(0)
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": TEXT, "headers": headers, "query_string": b""}
+        request = Request(scope, receive)
+        response = await respond(service, request, read_completion)
+        assert len(service.active) == 1
+
+        async def gone() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        await response(scope, gone, send)
+        assert not service.active
+
+    try:
+        with caplog.at_level("INFO", "paraxis.serve"):
+            asyncio.run(run())
+        assert [" 499 " in record.getMessage() for record in caplog.records] == [True]
+        wait_until_free(service)
+    finally:
+        service.engine.stop(abort=True)
 
 
 def test_requests_have_a_deadline() -> None:

@@ -25,9 +25,12 @@ def test_values_are_taken_once_and_the_rest_is_refused() -> None:
     ("value", "read", "message"),
     [
         (True, lambda f: f.integer("x", None, 0, 9), "must be an integer"),
-        (10, lambda f: f.integer("x", None, 0, 9), "10 is not between 0 and 9"),
+        (10, lambda f: f.integer("x", None, 0, 9), "is not between 0 and 9"),
         ("1", lambda f: f.number("x", 0, 0, 9), "must be a number"),
         (float("nan"), lambda f: f.number("x", 0, 0, 9), "must be a number"),
+        (float("inf"), lambda f: f.number("x", 0, 0, 9), "is not between 0 and 9"),
+        (10**999, lambda f: f.number("x", 0, 0, 9), "is not between 0 and 9"),
+        (10**999, lambda f: f.integer("x", None, 0, 9), "is not between 0 and 9"),
         (1, lambda f: f.flag("x"), "must be true or false"),
         (["a", ""], lambda f: f.texts("x", 4), "none of them empty"),
         (["a", "b"], lambda f: f.texts("x", 1), "at most 1"),

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import pytest
 from serving.ends import end
 
 from paraxis.serving import launch
+
+
+def test_ranks_do_not_wait_for_one_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    start = SpawnProcess.start
+
+    def failing(process: SpawnProcess) -> None:
+        if started:
+            raise OSError("no more processes")
+        start(process)
+        started.append(process)
+
+    monkeypatch.setattr(SpawnProcess, "start", failing)
+    with pytest.raises(OSError, match="no more processes"):
+        launch.serve_ranks(2, end, ("error", str(tmp_path)), {})
+    assert len(started) == 1 and not started[0].is_alive()
 
 
 @pytest.mark.parametrize(("how", "code"), [("all", 0), ("signal", 0), ("killed", 1)])

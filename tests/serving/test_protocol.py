@@ -47,6 +47,7 @@ def test_a_completion_is_read() -> None:
     assert read_completion({"prompt": [1, 2]}).prompts == [[1, 2]]
     assert read_completion({"prompt": [[1], [2]]}).prompts == [[1], [2]]
     assert read_completion({"prompt": ["a", "b"], "top_p": 0}).sampling == {"do_sample": False, "top_p": 0.0}
+    assert not read_completion({"prompt": "a", "temperature": 1e-30}).sampling["do_sample"], "scores would be infinite"
     sampling = read_completion({"prompt": "a", "temperature": 0.5, "top_k": -1, "min_tokens": 2}).sampling
     assert sampling == {"do_sample": True, "temperature": 0.5, "top_k": 0, "min_new_tokens": 2}
 
@@ -66,6 +67,10 @@ def test_a_completion_is_read() -> None:
         ({"logit_bias": {"a": 1}}, "from token ids"),
         ({"stop_token_ids": [-1]}, "list of token ids"),
         ({"chat_template_kwargs": 1}, "must be an object"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template cannot be set by a client"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "tokenize cannot be set by a client"),
+        ({"logit_bias": {"9" * 5000: 1}}, "from token ids"),
+        ({"temperature": 10**400}, "temperature: is not between 0 and 10"),
         ({"model": 1}, "must be a text"),
         ({"strange": 1}, "unknown field: strange"),
     ],
@@ -84,7 +89,7 @@ def test_what_is_wrong_with_a_conversation_is_said(fields: dict[str, Any], messa
         ({"suffix": "x"}, "does not insert text"),
         ({"best_of": 3}, "does not rank answers"),
         ({"echo": True, "logprobs": 1}, "not together"),
-        ({"repetition_penalty": 0}, "more than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty: is not between 0.01 and 10"),
     ],
 )
 def test_what_is_wrong_with_a_completion_is_said(fields: dict[str, Any], message: str) -> None:

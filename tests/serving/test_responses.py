@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from types import SimpleNamespace
 
 from serving.counting import word_tokenizer
@@ -11,6 +13,8 @@ from paraxis.serving.protocol import read_chat, read_completion
 from paraxis.serving.responses import Responses, usage
 from paraxis.serving.service import Answer
 from paraxis.serving.text import TextStream
+
+CHAT = {"messages": [{"role": "user", "content": "w1"}], "logprobs": True, "top_logprobs": 1}
 
 
 def answer_of(tokens: list[int], ended: str = "length") -> Answer:
@@ -36,6 +40,15 @@ def test_full_answers_and_their_usage() -> None:
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+def test_log_probabilities_are_numbers_of_json() -> None:
+    answer = answer_of([5, 6])
+    answer.request.logprobs = [LogProbs(-math.inf, ((5, math.nan),)), LogProbs(-0.5, ((6, -0.5),))]
+    for read, body in ((read_completion, {"prompt": "w1", "logprobs": 1}), (read_chat, CHAT)):
+        responses = Responses(read(body), "x", "model", word_tokenizer())
+        text = json.dumps(responses.full([answer], ["w5 w6"]), allow_nan=False)
+        assert text.count("-9999.0") == 2 and text.count("-0.5") == 2
 
 
 def test_pieces_of_a_conversation() -> None:

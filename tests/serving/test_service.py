@@ -6,11 +6,13 @@ import asyncio
 from typing import Any
 
 import pytest
-from serving.counting import make_service
+import torch
+from serving.counting import make_service, word_tokenizer
 
+from paraxis.runtime.batching.request import Request
 from paraxis.serving.errors import ApiError
 from paraxis.serving.protocol import read_completion
-from paraxis.serving.service import Answer
+from paraxis.serving.service import Answer, Service
 
 
 def answers_of(service: Any, **fields: Any) -> list[Answer]:
@@ -37,7 +39,22 @@ def test_what_a_client_does_not_say_is_the_models_own() -> None:
         (said,) = answers_of(service, top_k=0, repetition_penalty=1.0, temperature=0.5, presence_penalty=1)
         names = {type(each).__name__ for each in said.request.choice.processors}
         assert "TopKLogitsWarper" not in names and names >= {"TemperatureLogitsWarper", "Penalties"}
+        service.model.generation_config.temperature = 0.0
+        (greedy,), (drawn,) = answers_of(service), answers_of(service, temperature=0.5)
+        assert not greedy.request.choice.sample and drawn.request.choice.sample
         assert own.request.choice.generator is not None and said.request.choice.generator is None
+    finally:
+        service.engine.stop(abort=True)
+
+
+def test_penalties_and_biases_come_before_tokens_are_ruled_out() -> None:
+    service = make_service()
+    try:
+        (answer,) = answers_of(service, top_k=1, temperature=0.5, logit_bias={"7": 100}, seed=1)
+        scores = torch.zeros(1, 64)
+        scores[0, 6] = 9.0
+        found = answer.request.choice.processors(torch.tensor([[5]]), scores)
+        assert int(found.argmax()) == 7 and torch.isfinite(found).nonzero().tolist() == [[0, 7]]
     finally:
         service.engine.stop(abort=True)
 
@@ -52,6 +69,29 @@ def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
         for answer in answers:
             service.release(answer)
         assert not service.active
+    finally:
+        service.engine.stop(abort=True)
+
+
+def test_a_full_queue_is_noticed_before_the_prompt_is_read() -> None:
+    service = make_service(max_batch=1, max_queue=1)
+    try:
+        service.active.update(Request(str(i), [1], 5) for i in range(2))
+        service.tokenizer = None
+        with pytest.raises(ApiError, match="room for no more") as caught:
+            answers_of(service)
+        assert caught.value.status == 429 and caught.value.retry_after >= 1
+    finally:
+        service.engine.stop(abort=True)
+
+
+def test_threads_find_a_tokenizer_whose_settings_do_not_change() -> None:
+    """One that was saved with truncation switches that off in its first call, and fails if it is in use."""
+    service, tokenizer = make_service(), word_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    try:
+        Service(service.engine, service.model, tokenizer, service.options)
+        assert tokenizer.backend_tokenizer.truncation is None
     finally:
         service.engine.stop(abort=True)
 

@@ -60,6 +60,12 @@ def test_stop_strings_end_the_text_before_them(text: str, stop: tuple[str, ...],
         assert "".join(found) == right and stream.stopped == (right != text)
 
 
+def test_tokens_begin_where_their_characters_do() -> None:
+    stream = TextStream(Bytes())
+    stream.add(list("aü日b".encode()))
+    assert stream.offsets == [0, 1, 1, 2, 2, 2, 3]
+
+
 def test_special_tokens_are_no_text() -> None:
     stream = TextStream(Bytes())
     assert stream.add([0, 97, 0, 98]) + stream.finish() == "ab" and stream.tokens == [0, 97, 0, 98]

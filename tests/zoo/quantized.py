@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from models.quantized import ARCHITECTURES, write
 from models.quantized_formats import CASES
+from weights.quantized.checkpoint import counted_reads
 
 import paraxis
 from paraxis.tensor.quantized import QuantizedTensor
-from paraxis.weights.quantized import stored as stored_module
 from ranks import RankPool
 from zoo.jobs import Record, be_quiet, building, first_line, made_with, run_jobs
 from zoo.quantized_libraries import compare_with_library
@@ -44,20 +44,9 @@ def load_and_save(folder: str, target: str, generates: bool) -> dict[str, Any]:
     """On a rank: logits, tokens, and bytes read and held of quantized weights; then save."""
     be_quiet()
     torch._dynamo.reset()
-    read, original = 0, stored_module.read_box
-
-    def counted(handle: Any, key: str, index: Any) -> torch.Tensor:
-        nonlocal read
-        result = original(handle, key, index)
-        read += result.nbytes
-        return result
-
-    stored_module.read_box = counted
-    try:
-        ctx = paraxis.ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=torch.device("cpu"))
+    ctx = paraxis.ParallelExecutionCtx(tp_group=dist.group.WORLD, current_device=torch.device("cpu"))
+    with counted_reads() as read:
         model: Any = paraxis.parallelize_model(folder, ctx, show_progress=False, compile=None)
-    finally:
-        stored_module.read_box = original
     with torch.no_grad():
         logits = model(IDS).logits
     tokens = model.generate(IDS, max_new_tokens=5, do_sample=False) if generates else None
@@ -69,7 +58,7 @@ def load_and_save(folder: str, target: str, generates: bool) -> dict[str, Any]:
     return {
         "logits": logits,
         "tokens": tokens,
-        "read": read,
+        "read": sum(read),
         "shards": shards,
         "held": sum(q.nbytes for q in held),
         "planned": sum(planned),

@@ -3,26 +3,6 @@
 // Keys and values of a head are (slots, features); a sequence is a list of blocks of slots. They are read where they
 // are. All query heads of a key head use a block while it is in the cache.
 
-namespace {
-
-// exp(score - max) in place; returns their sum.
-float exponentiate(float* scores, int64_t length) {
-    float highest = scores[0];
-    for (int64_t i = 1; i < length; ++i) highest = scores[i] > highest ? scores[i] : highest;
-    float sum = 0;
-    int64_t i = 0;
-    Floats several = {};
-    for (; i + LANES <= length; i += LANES) {
-        const Floats weights = exponential(load(scores + i) - highest);
-        store(scores + i, weights);
-        several += weights;
-    }
-    for (; i < length; ++i) sum += scores[i] = std::exp(scores[i] - highest);
-    return sum + total(several);
-}
-
-}  // namespace
-
 struct Call {
     const float *query, *keys, *values;
     float *out, *scores;                     // scores: per thread, one per query head of a key head and position

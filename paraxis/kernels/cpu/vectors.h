@@ -51,4 +51,24 @@ inline Floats exponential(Floats x) {
     return series * scale;
 }
 
+// exp(score - max) in place, for a softmax; returns their sum.
+inline float exponentiate(float* scores, int64_t length) {
+    float highest = scores[0];
+    for (int64_t i = 1; i < length; ++i) highest = scores[i] > highest ? scores[i] : highest;
+    if (highest == -INFINITY) {  // every row is masked: the result is zero
+        std::memset(scores, 0, length * sizeof(float));
+        return 1;
+    }
+    float sum = 0;
+    int64_t i = 0;
+    Floats several = {};
+    for (; i + LANES <= length; i += LANES) {
+        const Floats weights = exponential(load(scores + i) - highest);
+        store(scores + i, weights);
+        several += weights;
+    }
+    for (; i < length; ++i) sum += scores[i] = std::exp(scores[i] - highest);
+    return sum + total(several);
+}
+
 }  // namespace

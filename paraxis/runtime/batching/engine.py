@@ -92,6 +92,7 @@ class Engine:
         self._wake = threading.Event()
         self._stopping = self._aborting = False
         self._over = False
+        self._ending = threading.RLock()
 
     @property
     def capacity(self) -> int:
@@ -205,10 +206,12 @@ class Engine:
         return events
 
     def _fail_all(self, why: str) -> None:
-        self._take_up()
-        for request in [*self.scheduler.running, *self.scheduler.waiting]:
-            request.end(ERROR, why)
-        self._report(self.scheduler.remove_ended())
+        """After the loop has ended; by its thread, and by those that add requests to it still."""
+        with self._ending:
+            self._take_up()
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                request.end(ERROR, why)
+            self._report(self.scheduler.remove_ended())
 
     def _tell_failure(self, error: BaseException) -> None:
         try:

@@ -101,17 +101,18 @@ class Request:
         return self.tokens[at : at + count] if at >= 0 else self.all_tokens()[self.computed : self.computed + count]
 
     def add(self, token: int, logprobs: LogProbs | None) -> None:
-        """A new token."""
+        """A new token. Whoever sees it, in another thread, finds its log-probability too."""
         if not self.tokens:
             self.first_token = time.perf_counter()
-        self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
+        self.tokens.append(token)
         if token in self.stop_tokens:
             self.end(STOP)
         elif len(self.tokens) >= self.max_new_tokens:
             self.end(LENGTH)
 
     def end(self, reason: str, error: str = "") -> None:
-        """It has ended."""
-        self.ended, self.error, self.finished = reason, error, time.perf_counter()
+        """It has ended. Whoever sees that, in another thread, finds the error too."""
+        self.error, self.finished = error, time.perf_counter()
+        self.ended = reason

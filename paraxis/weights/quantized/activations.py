@@ -32,8 +32,8 @@ class InputQuantization:
         group: The columns that have one scale: 0 for all of a row, -1 for all of the input.
         dynamic: Whether scales are those of each input; otherwise they are in the checkpoint.
         rounds_scales: Whether scales of groups are rounded to float8, after a number in the checkpoint.
-        outliers: Columns with a value of at least this size are not rounded; 0 if all are.
-        through: The dtype that inputs are converted to first.
+        outliers: With ``through``, columns with a value of at least this size are not rounded; 0 if all are.
+        through: The dtype that inputs are converted to before they are rounded to integers of -127 to 127.
         ceiling: The largest value of a row that counts for its scale; 0 if any does.
         reciprocal: Whether inputs are multiplied by the inverse of the scale, which rounds otherwise than dividing.
     """
@@ -73,7 +73,7 @@ def quantize_inputs(
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``x``, rounded to numbers that the format has."""
-    if how.outliers:
+    if how.through:
         return _beside_outliers(x, how)
     shape, (low, high) = x.shape, how.limits
     if how.group > 0:
@@ -99,7 +99,7 @@ def quantize_inputs(
 def _beside_outliers(x: torch.Tensor, how: InputQuantization) -> torch.Tensor:
     """Rows are rounded to integers of -127 to 127, but for columns that have an outlier in some row."""
     values = x.to(getattr(torch, how.through)).to(torch.float32)
-    large = values.abs() >= how.outliers
+    large = values.abs() >= (how.outliers or torch.inf)
     columns = large.reshape(-1, large.shape[-1]).any(0)
     inside = torch.where(large, 0.0, values)
     scale = _reduce(inside.abs(), torch.amax, how) / 127

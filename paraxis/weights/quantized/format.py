@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, NamedTuple
@@ -160,7 +160,7 @@ class Quantization:
         method: ``quant_method``.
         rules: The formats and the modules they are for, of which the first that matches counts.
         ignored: Names and patterns of modules that are not quantized; None for the method's default: the output layer.
-        prefix: Whether a name also stands for the modules inside of it, or is a part of a name.
+        loose: Whether a name also stands for the modules inside of it, or is a part of a name.
         data: The configuration.
         keeps_ends: Whether the input and the output layer are not quantized, besides those that are ignored.
     """
@@ -183,16 +183,27 @@ class Quantization:
 
     def _names(self, pattern: str, module: str, kind: str) -> bool:
         if pattern.startswith("re:"):
-            return re.match(pattern[3:], module) is not None
+            return _compiled(pattern[3:], f"{pattern!r} is no pattern").match(module) is not None
         if not self.loose:
             return pattern in (module, kind)
-        inner = f".{module}."
-        return f".{pattern}." in inner or fnmatchcase(module, pattern) or re.match(rf"{pattern}$", module) is not None
+        if f".{pattern}." in f".{module}." or fnmatchcase(module, pattern):
+            return True
+        if pattern.startswith("*"):  # no regular expression
+            return False
+        inside = _compiled(rf"(?:{pattern})(?=\.|$)", f"{pattern!r} is no name or pattern of modules")
+        return inside.match(module) is not None
 
     @property
     def formats(self) -> list[Format]:
         """All formats."""
         return [rule.format for rule in self.rules]
+
+
+def _compiled(pattern: str, problem: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"quantization_config: {problem}: {error}") from error
 
 
 def covering(ranges: Ranges, unit: int, size: int) -> tuple[Ranges, torch.Tensor]:
@@ -216,14 +227,16 @@ def elements(ranges: Ranges, unit: int, size: int) -> Ranges:
     return tuple((a * unit, min(b * unit, size)) for a, b in ranges)
 
 
-def scalar_problem(name: str, value: torch.Tensor, problems: Iterable[str] = ()) -> str:
-    """What is wrong with a number that values are multiplied by; empty if nothing is."""
+def scalar_problem(name: str, value: torch.Tensor) -> str:
+    """What is wrong with a number that values are multiplied or divided by; empty if nothing is."""
     found = value.to(torch.float32)
+    if found.numel() != 1:
+        return f"{name} has shape {tuple(found.shape)}, and is not one number"
     if not bool(torch.isfinite(found).all()):
         return f"{name} has NaN or infinity"
     if bool((found == 0).any()):
         return f"{name} is zero"
-    return next(iter(problems), "")
+    return ""
 
 
 def reduced_precision(scales: torch.Tensor) -> str:

@@ -14,7 +14,21 @@ from ...kernels.quantized.encoding import FP4
 from ...placement import Ranges
 from .activations import InputQuantization
 from .bits import pack_pairs
-from .format import COLUMNS, CONSTANT, ROWS, Dim, Format, Index, PartForm, Quantization, Read, Rule, Tensor, covering
+from .format import (
+    COLUMNS,
+    CONSTANT,
+    ROWS,
+    Dim,
+    Format,
+    Index,
+    PartForm,
+    Quantization,
+    Read,
+    Rule,
+    Tensor,
+    covering,
+    scalar_problem,
+)
 
 MX_BLOCK, NV_BLOCK = 32, 16
 LARGEST_FP4, LARGEST_FP8 = 6.0, 448.0
@@ -162,6 +176,14 @@ class PackedFP4(Format):
         """Two columns per byte."""
         *rows, half = found[".weight_packed"].shape
         return (*rows, 2 * half)
+
+    def refined(self, found: Mapping[str, torch.Tensor], read: Read) -> Format:
+        """The number that scales are divided by is one that can be divided by."""
+        if self.nvidia and ".weight_global_scale" in found:
+            problem = scalar_problem("weight_global_scale", read(".weight_global_scale", None))
+            if problem:
+                raise CheckpointError(problem)
+        return self
 
     def units(self) -> tuple[int, int]:
         """All of a weight has the number that scales are divided by."""

@@ -223,7 +223,7 @@ def _compose(
     shape: tuple[int, ...],
     load: Callable[[Stored, Index], torch.Tensor],
 ) -> torch.Tensor:
-    """A part of a shard, put together of boxes of the stored weights that the parameter consists of."""
+    """A part of a shard, read box by box from the stored weights that the parameter consists of."""
     part = weight.parts[name]
     if 0 in shape:
         return torch.empty(shape, dtype=part.dtype)

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import CheckpointError
 from ..load import fill_part
-from ..weight_map import DTYPES, open_file
+from ..weight_map import DTYPES, OpenFiles
 from .format import Format, Index, Quantization, Read
 
 Header = Callable[[str], torch.Tensor]
@@ -55,8 +55,9 @@ def find_stored(
     rest = dict(weight_map)
     problems: list[str] = []
     markers = dict.fromkeys((format.marker, format.weight) for format in quantization.formats)
-    for marker, weight in markers:
-        for key in [key for key in weight_map if key.endswith(marker)]:
+    keys = [(key, marker, weight) for marker, weight in markers for key in weight_map if key.endswith(marker)]
+    with OpenFiles() as files:  # opening one reads its header: of a thousand experts, a thousand times
+        for key, marker, weight in keys:
             base = key.removesuffix(marker)
             format = quantization.format_of(base)
             if format is None or format.marker != marker:
@@ -64,7 +65,7 @@ def find_stored(
                     problems.append(f"{base}: not quantized by quantization_config, but the checkpoint has {key}")
                 continue
             try:
-                stored = _stored(base, base + weight, format, weight_map, header)
+                stored = _stored(base, base + weight, format, weight_map, header, files)
             except CheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -110,12 +111,13 @@ def raise_problems(quantization: Quantization, problems: Iterable[str]) -> None:
         )
 
 
-def _stored(base: str, key: str, format: Format, weight_map: Mapping[str, str], header: Header) -> Stored:
+def _stored(
+    base: str, key: str, format: Format, weight_map: Mapping[str, str], header: Header, files: OpenFiles
+) -> Stored:
     """The weight whose keys begin with ``base``, checked from the headers."""
 
     def read(suffix: str, index: Index | None) -> torch.Tensor:
-        with open_file(weight_map[base + suffix]) as handle:
-            return read_box(handle, base + suffix, index)
+        return read_box(files[weight_map[base + suffix]], base + suffix, index)
 
     headers = {s: header(base + s) for s in format.tensors((1, 1)) if base + s in weight_map}
     try:

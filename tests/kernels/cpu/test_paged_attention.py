@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paraxis.compat.paged_attention import attend_causal
+from paraxis.compat.paged_attention import Scoring, attend_causal
 from paraxis.kernels.cpu.paged_attention import fits, paged_decode
 
 
@@ -25,7 +25,7 @@ def test_sequences_of_any_length(heads: int, kv_heads: int, features: int, windo
     for row, length, table in zip(rows.tolist(), lengths, blocks):
         at = (table[:, None] * size + torch.arange(size)).flatten()[:length]
         k, v = keys[:, at].transpose(0, 1), values[:, at].transpose(0, 1)
-        right = attend_causal(query[row : row + 1], k, v, length - 1, None, 0.2, window, 0.0)
+        right = attend_causal(query[row : row + 1], k, v, length - 1, Scoring(0.2, window))
         torch.testing.assert_close(out[row : row + 1], right, rtol=1e-4, atol=1e-5)
     assert not out[[1, 3]].any(), "other rows are left alone"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +102,23 @@ def test_requests_arrive_and_end_while_others_run() -> None:
     after = Request("e", [1], 3)
     engine.add(after)
     assert after.ended == ERROR, "nobody waits for a batch that has ended"
+
+
+def test_requests_that_are_added_after_the_end_all_fail() -> None:
+    class Slow(deque[Request]):
+        def __len__(self) -> int:
+            found = super().__len__()
+            time.sleep(0.005)
+            return found
+
+    engine = engine_of(Counting(), Messages())
+    engine.stop()
+    engine.run()
+    engine._arrived = Slow()
+    requests = [Request(str(i), [i], 3) for i in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(engine.add, requests))
+    assert all(request.ended == ERROR for request in requests)
 
 
 def test_a_failure_ends_all_requests_and_is_told() -> None:

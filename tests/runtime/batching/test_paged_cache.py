@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paraxis.compat.paged_attention import attend_causal
+from paraxis.compat.paged_attention import Scoring, attend_causal
 from paraxis.runtime.batching.paged_cache import CachedStep, Layer, MeasuredStep, PagedCache
 from paraxis.runtime.batching.request import Request
 from paraxis.runtime.batching.scheduler import Part
@@ -33,13 +33,14 @@ def compare(dtype: torch.dtype, window: int, softcap: float, with_sinks: bool) -
         step = CachedStep(cache, Step.of(parts), CPU)
         rows = [[x[r.computed : r.computed + n] for x in data[r.name]] for r, n in parts]
         q, k, v = (torch.cat([*each, torch.zeros_like(each[0][:1])]) for each in zip(*rows, strict=True))
-        out = step.attend(q, k, v, sinks, 0.3, window, softcap, [])
+        how = Scoring(0.3, window, softcap, sinks)
+        out = step.attend(q, k, v, how, [])
         step.check_complete()
         at = 0
         for request, tokens in parts:
             end = request.computed + tokens
             own = [x[:end] for x in data[request.name]]
-            right = attend_causal(own[0], own[1], own[2], 0, sinks, 0.3, window, softcap)[request.computed :]
+            right = attend_causal(own[0], own[1], own[2], 0, how)[request.computed :]
             torch.testing.assert_close(out[at : at + tokens], right, rtol=1e-5, atol=1e-5)
             at, request.computed = at + tokens, end
         assert not out[at:].any(), "tokens of no sequence get zeros"
@@ -54,7 +55,7 @@ def test_each_sequence_attends_to_itself_alone(dtype: torch.dtype, window: int, 
 def test_layers_are_measured_and_checked() -> None:
     measured = MeasuredStep()
     q, k = torch.randn(2, HEADS, FEATURES), torch.randn(2, KV_HEADS, FEATURES)
-    measured.attend(q, k, k, None, 1.0, 0, 0.0, [2, 3])
+    measured.attend(q, k, k, Scoring(1.0), [2, 3])
     assert measured.layers == [Layer((KV_HEADS, FEATURES, FEATURES), torch.float32, (2, 3))]
     assert measured.layers[0].bytes_per_position == 2 * (8 + 8) * 4
     request = Request("a", [1, 2], 9)
@@ -63,6 +64,6 @@ def test_layers_are_measured_and_checked() -> None:
     with pytest.raises(RuntimeError, match="0 attention layers of 1"):
         step.check_complete()
     with pytest.raises(RuntimeError, match="places them in another way"):
-        step.attend(q, k, k, None, 1.0, 0, 0.0, [0, 1])
+        step.attend(q, k, k, Scoring(1.0), [0, 1])
     with pytest.raises(RuntimeError, match="more than 1 attention layers"):
-        step.attend(q, k, k, None, 1.0, 0, 0.0, [2, 3])
+        step.attend(q, k, k, Scoring(1.0), [2, 3])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paraxis.runtime.batching.request import LENGTH, STOP, LogProbs, Request
+from paraxis.runtime.batching.request import ERROR, LENGTH, STOP, LogProbs, Request
 
 
 def test_a_request_ends_at_its_limit_or_with_a_stop_token() -> None:
@@ -14,6 +14,25 @@ def test_a_request_ends_at_its_limit_or_with_a_stop_token() -> None:
     other = Request("b", [1], 5, frozenset({9}))
     other.add(9, None)
     assert other.ended == STOP and other.tokens == [9]
+
+
+def test_another_thread_sees_nothing_half_done() -> None:
+    class Watched(list[int]):
+        def append(self, token: int) -> None:
+            super().append(token)
+            assert len(request.logprobs) == len(self)
+
+    class Seen(Request):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "ended" and value:
+                assert self.error == "gone" and self.finished > 0
+            super().__setattr__(name, value)
+
+    request = Seen("a", [1], 3, tokens=Watched())
+    request.add(5, LogProbs(-1.0))
+    request.add(6, LogProbs(-1.0))
+    request.end(ERROR, "gone")
+    assert request.ended == ERROR
 
 
 def test_tokens_to_compute_are_those_of_the_prompt_and_then_the_last_one() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from models.quantized_formats import CASES
 from safetensors.torch import load_file, save_file
 
 import paraxis
+from paraxis.weights.quantized import stored as stored_module
 
 
 def damaged(
@@ -35,6 +37,24 @@ def damaged(
         config(data)
         (folder / "config.json").write_text(json.dumps(data))
     return str(folder)
+
+
+@contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """The bytes of each box of quantized weights that this process reads inside."""
+    found: list[int] = []
+    original = stored_module.read_box
+
+    def counted(handle: Any, key: str, index: Any) -> torch.Tensor:
+        result = original(handle, key, index)
+        found.append(result.nbytes)
+        return result
+
+    stored_module.read_box = counted
+    try:
+        yield found
+    finally:
+        stored_module.read_box = original
 
 
 def load(folder: str, **options: Any) -> Any:

@@ -65,6 +65,13 @@ def test_columns_with_outliers_are_not_rounded() -> None:
     assert torch.allclose(found[..., rest], (expected / scale).round() * scale, atol=1e-6)
 
 
+def test_without_a_threshold_all_columns_are_rounded() -> None:
+    found = quantize_inputs(9 * X, InputQuantization(8, False, outliers=0.0, through="float16"))
+    x = (9 * X).half().float()
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    assert torch.allclose(found, (x / scale).round() * scale, atol=1e-6)
+
+
 def test_a_layer_that_rounds_its_inputs() -> None:
     layer = nn.Linear(48, 8)
     plain, weight = layer(X), layer.weight

@@ -7,7 +7,7 @@ import torch
 from models.quantized_formats import CASES, NUMBERS_OF_FP4
 
 from paraxis.errors import CheckpointError
-from paraxis.weights.quantized.fp4 import ExpertsMXFP4, exponents_of, parse, to_fp4
+from paraxis.weights.quantized.fp4 import ExpertsMXFP4, PackedFP4, exponents_of, parse, to_fp4
 
 
 def test_rounding_to_the_nearest() -> None:
@@ -32,6 +32,16 @@ def test_sizes_that_do_not_divide(case: str) -> None:
     for suffix, tensor in CASES[case].format.tensors((37, 50)).items():
         if suffix in tensors:
             assert tensor.shape in (None, tuple(tensors[suffix].shape)) and tensors[suffix].dtype in tensor.dtypes
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"), [([0.0], "zero"), ([float("nan")], "NaN"), ([1.0, 2.0], "not one number")]
+)
+def test_a_number_that_scales_cannot_be_divided_by(value: list[float], problem: str) -> None:
+    format, tensors = PackedFP4(True), {".weight_global_scale": torch.tensor(value)}
+    with pytest.raises(CheckpointError, match=f"weight_global_scale .*{problem}"):
+        format.refined(tensors, lambda suffix, _: tensors[suffix])
+    assert format.refined({}, lambda *_: torch.ones(1)) is format
 
 
 def test_experts_are_stored_in_blocks() -> None:

@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from models.quantized_formats import CASES
-from weights.quantized.checkpoint import damaged, load
+from weights.quantized.checkpoint import counted_reads, damaged, load
 
 from paraxis.distributed.redistribute import slice_box
 from paraxis.placement import Layout, Shard
 from paraxis.tensor.quantized import QuantizedTensor
-from paraxis.weights.quantized import stored as stored_module
 from paraxis.weights.quantized.load import _quantize
 from paraxis.weights.quantized.parameters import quantized_weight
 from paraxis.weights.quantized.pieces import of_one
@@ -25,22 +24,11 @@ from ranks import RankPool
 
 def bytes_read(folder: str) -> tuple[int, int]:
     """(bytes read of quantized weights, bytes of this rank's shards of them)."""
-    read, original = 0, stored_module.read_box
-
-    def counted(handle: Any, key: str, index: Any) -> torch.Tensor:
-        nonlocal read
-        result = original(handle, key, index)
-        read += result.nbytes
-        return result
-
-    stored_module.read_box = counted
-    try:
+    with counted_reads() as read:
         model = load(folder)
-    finally:
-        stored_module.read_box = original
     held = [p.local for p in model.parameters() if isinstance(p.local, QuantizedTensor)]
     plain = sum(sum(t.nbytes for n, t in q.parts.present() if n not in ("rows", "columns")) for q in held)
-    return read, plain
+    return sum(read), plain
 
 
 @pytest.mark.parametrize(("kind", "world"), [("dense", 3), ("moe", 2)])
