@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .utils.memory import gc_paused
+
 __version__ = "0.1.0"
 
 _EXPORTS = {
@@ -75,7 +77,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module 'paraxis' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"paraxis.{_EXPORTS[name]}"), name)
+    with gc_paused():  # it scans all that torch and transformers load, again and again: a quarter of the time
+        value = getattr(importlib.import_module(f"paraxis.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from typing import Any
 
@@ -23,6 +24,7 @@ from .runtime.check_ranks import setup_checks
 from .runtime.compiled_call import CompiledCall, plan_by_running, plan_rest_by_running
 from .runtime.model_methods import install_model_methods
 from .runtime.redirect_forward import compiled_call_of
+from .utils.memory import gc_paused
 from .weights.build import attach, build_on_ranks, quantize_by_configuration
 from .weights.hub import check_transformers_version, resolve_checkpoint
 from .weights.map_weights import check_same_values, map_weights
@@ -31,6 +33,7 @@ from .weights.pretrained_options import split_pretrained_options, unknown_option
 
 
 @collective_call("parallelize_model")
+@gc_paused()
 def parallelize_model(
     model: str | os.PathLike[str] | nn.Module,
     parallel_ctx: ParallelExecutionCtx,
@@ -120,6 +123,7 @@ def parallelize_model(
 
 def _plan_and_load(call: CompiledCall, ctx: ParallelExecutionCtx, config: Config, examples: Any) -> None:
     plan = make_plan(call.module, ctx, config, examples)  # capture, solve; or a plan of the user or the cache
+    gc.collect()  # once, of what building and planning have left, before the weights take its place
     calls = example_calls(call.module, examples, ctx.current_device, config.objective)
     if isinstance(plan, NotOneGraph):  # each of its graphs is planned, applied and loaded when a first call meets it
         plan_by_running(call, calls, plan.reason)

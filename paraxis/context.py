@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx import GraphModule
 
+from .distributed.exit import wait_at_exit
 from .distributed.input_check import InputCheck
 from .distributed.mesh import Groups, groups_of
 
@@ -42,6 +43,7 @@ class EngineState:
         graph_pool: The memory pool that the CUDA graphs of this context share, once there is one.
         generating: An object that stands for the call of ``generate`` that is running; None if there is none.
         early_launches: What launches the prefill of a repeated ``generate`` early, on a GPU.
+        transformed: Whether a call inside of a transform of ``torch.func`` was warned of.
     """
 
     planning: bool = False
@@ -58,6 +60,7 @@ class EngineState:
     graph_pool: Any = None
     early_launches: EarlyLaunches | None = None
     generating: Any = None
+    transformed: bool = False
 
 
 @dataclass
@@ -103,6 +106,7 @@ class ParallelExecutionCtx:
             self.timings[stage] = self.timings.get(stage, 0.0) + time.perf_counter() - started
 
     def __post_init__(self) -> None:
+        wait_at_exit()
         self._groups: Groups | None = None
         if isinstance(self.mesh, DeviceMesh):
             self._groups = groups_of(self.mesh)

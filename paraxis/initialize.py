@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from .compat.distributed import abort_process_groups
 from .compat.inductor import shut_down_compile_workers
 from .context import ParallelExecutionCtx
+from .distributed.exit import end_process_groups
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 """How long a collective waits for the other ranks: torch's own default for gloo."""
@@ -189,17 +189,10 @@ def _check_sizes(tp: int | None, dp: int | None, world_size: int) -> int:
 
 
 def _leave() -> None:
-    """End the process group while Python is still there.
+    """End the process group and the compile workers while Python is still there.
 
-    torch has threads that take Python's lock: those of the process group when they drop the tensors of a finished
-    collective, and those that wait for compile workers. One that does so after the interpreter is gone aborts the
-    process ("terminate called without an active exception"), and the exit code of a program that succeeded is not 0.
-    A program that failed does not wait for other ranks, which may never come.
+    Their threads take the GIL. One that does so after the interpreter is gone aborts the process, and the exit code of
+    a program that succeeded is not 0. A program that failed does not wait for other ranks, which may never come.
     """
     shut_down_compile_workers()
-    if not dist.is_initialized():
-        return
-    if getattr(sys, "last_type", None) is not None:
-        abort_process_groups()
-    else:
-        dist.destroy_process_group()
+    end_process_groups(abort=getattr(sys, "last_type", None) is not None)

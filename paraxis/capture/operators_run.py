@@ -154,8 +154,19 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def _plain(self, tree: Any) -> Any:
-        leaves, spec = pytree.tree_flatten(tree)
-        return tuple(self._where(x) if isinstance(x, torch.Tensor) else _plain(x) for x in leaves), str(spec)
+        """The arguments of an operator: what they are, and how they are nested."""
+        leaves: list[Any] = []
+
+        def visit(item: Any) -> Any:
+            if isinstance(item, (list, tuple)):
+                return (type(item), *map(visit, item))
+            if isinstance(item, dict):
+                return (dict, *((key, visit(value)) for key, value in item.items()))
+            leaves.append(self._where(item) if isinstance(item, torch.Tensor) else _plain(item))
+            return None
+
+        nesting = visit(tree)
+        return tuple(leaves), nesting
 
     def changes(self, layer: Any, before: dict[str, Any]) -> dict[str, Any]:
         """What the attributes of a layer are that were not so before; tensors by where they come from."""

@@ -34,6 +34,8 @@ from ..compat.dynamo import (
     ignore_logging,
     keep_sizes_in_text,
     note_required_gradients,
+    reads_data_of_fakes,
+    skip_diagnostics,
     source_of,
 )
 from ..compat.flex_attention import differentiate_on_cpu
@@ -117,6 +119,7 @@ ADAPTATIONS = (
     follow_eager_masks,
     capture_packed_attention,
     capture_host_functions,
+    skip_diagnostics,
 )
 """What libraries do in another way while Dynamo traces one of our entry points."""
 
@@ -189,18 +192,6 @@ note_required_gradients(REQUIRES_GRAD, lambda: _tracing.active)
 follow_side_effects()
 
 
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Without Python's garbage collection, for stages that allocate much and free little."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
-
-
 def ignore_loggers() -> None:
     """Tell Dynamo to drop logger calls and warnings: a warning inside ``forward`` must not break the graph."""
     ignore_logging([*logger_methods(), warnings.warn])
@@ -252,7 +243,9 @@ def translated(error: Exception, model: nn.Module) -> Exception:
     """The error of a capture in our terms: what our own passes raised, a graph break, or a mistake in the model."""
     if isinstance(error, BackendCompilerFailed):
         return error.inner_exception if isinstance(error.inner_exception, Exception) else error
-    if isinstance(error, TorchRuntimeError):  # the model's own mistake: it would not run in eager mode either
+    if isinstance(error, TorchRuntimeError) and not reads_data_of_fakes(
+        error
+    ):  # the model's own mistake: it would not run in eager mode either
         return CaptureError(describe(error, model))
     return GraphBreak(describe(error, model))
 

@@ -141,6 +141,7 @@ def run_rank(task: Task) -> Figures:
     import torch.distributed as dist
 
     from .. import ParallelExecutionCtx, parallelize_model
+    from ..distributed.exit import end_process_groups
 
     quiet()
     device = init_process_group(task.device)
@@ -164,7 +165,7 @@ def run_rank(task: Task) -> Figures:
         found.collectives = len(ctx.plan.collectives)
         return found
     finally:
-        dist.destroy_process_group()
+        end_process_groups()
 
 
 def run_unsharded(task: Task) -> Figures:

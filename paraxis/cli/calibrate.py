@@ -83,6 +83,7 @@ def measure() -> dict[str, Any]:
     import torch.distributed as dist
 
     from ..distributed.collectives import all_gather, all_reduce, reduce_scatter
+    from ..distributed.exit import end_process_groups
 
     cuda = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
     dist.init_process_group("nccl" if cuda else "gloo")
@@ -115,5 +116,5 @@ def measure() -> dict[str, Any]:
     found["flops"] = 2 * side**3 / timed(lambda: matrix @ matrix)
     stream = torch.ones((1 << 28) if cuda else (1 << 24), device=device)
     found["memory"] = stream.numel() * 8 / timed(lambda: stream.mul_(1.0))  # reads and writes
-    dist.destroy_process_group()
+    end_process_groups()
     return found

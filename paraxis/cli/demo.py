@@ -133,6 +133,7 @@ def run_rank(directory: str, print_plan: bool) -> RankReport:
     from transformers.utils import logging
 
     from .. import ParallelExecutionCtx, parallelize_model
+    from ..distributed.exit import end_process_groups
 
     dist.init_process_group("gloo")
     world = dist.group.WORLD
@@ -162,7 +163,7 @@ def run_rank(directory: str, print_plan: bool) -> RankReport:
     theirs = outputs(unsharded, inputs, train=True, generate=PROMPT, new_tokens=NEW_TOKENS)
     report.checks = compare(ours, theirs)
     report.agreed = all_agree(all(check.passed for check in report.checks))
-    dist.destroy_process_group()
+    end_process_groups()
     return report
 
 

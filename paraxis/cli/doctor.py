@@ -194,21 +194,24 @@ def _map_memory() -> bool:
     import torch.distributed as dist
 
     from ..compat.distributed import map_symmetric_memory
+    from ..distributed.exit import end_process_groups
 
     device = init_process_group("cuda")
     try:
         assert dist.group.WORLD is not None
         return map_symmetric_memory(device, dist.group.WORLD)
     finally:
-        dist.destroy_process_group()
+        end_process_groups()
 
 
 def _all_reduce_ranks(device: str) -> int:
     import torch
     import torch.distributed as dist
 
+    from ..distributed.exit import end_process_groups
+
     number = torch.tensor(1, device=init_process_group(device))
     number += dist.get_rank()
     dist.all_reduce(number)
-    dist.destroy_process_group()
+    end_process_groups()
     return int(number)

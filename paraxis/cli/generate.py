@@ -119,6 +119,7 @@ def run_rank(task: Task) -> str:
     from transformers import AutoTokenizer, TextStreamer
 
     from .. import ParallelExecutionCtx, parallelize_model
+    from ..distributed.exit import end_process_groups
     from ..weights.hub import resolve_checkpoint
     from ..weights.pretrained_options import split_pretrained_options
 
@@ -158,7 +159,7 @@ def run_rank(task: Task) -> str:
         start = 0 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
         return str(tokenizer.decode(tokens[0, start:], skip_special_tokens=True))
     finally:
-        dist.destroy_process_group()
+        end_process_groups()
 
 
 def to_model(value: Any, device: Any, dtype: Any) -> Any:

@@ -146,12 +146,11 @@ def check_packages() -> None:
 
 def run_rank(options: Any, device: str, debug: bool) -> None:
     """One rank of the service."""
-    import torch.distributed as dist
-
+    from ..distributed.exit import end_process_groups
     from ..serving.rank import run_rank
 
     with report_errors(debug):
         quiet()
         found = init_process_group(device)
         run_rank(options, found)
-        dist.destroy_process_group()
+        end_process_groups()

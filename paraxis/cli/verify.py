@@ -157,6 +157,7 @@ def run_rank(task: Task) -> Report:
     import torch.distributed as dist
 
     from .. import ParallelExecutionCtx, parallelize_model
+    from ..distributed.exit import end_process_groups
 
     quiet()
     device = init_process_group(task.device)
@@ -178,7 +179,7 @@ def run_rank(task: Task) -> Report:
         found = device_name(device), dist.get_backend()
         return Report(*found, checks, ctx.plan.sharded_fraction, ctx.plan.count(), agreed)
     finally:
-        dist.destroy_process_group()
+        end_process_groups()
 
 
 def rounded(inputs: dict[str, Any], dtype: Any, device: Any) -> dict[str, Any]:

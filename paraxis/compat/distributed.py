@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ __all__ = [
     "reduce_in_place",
     "resolve_process_group",
     "root_mesh",
+    "running_group_threads",
     "set_composable_registry",
     "simulated_store",
     "strided_shard",
@@ -51,6 +53,27 @@ default_store: Callable[[], dist.Store] = _get_default_store
 
 abort_process_groups: Callable[[], None] = _abort_process_group
 """End all process groups without waiting for collectives that other ranks may never join."""
+
+_GLOO_THREAD = "pt_gloo_runloop"
+"""The name of the threads in which a gloo group runs its collectives."""
+
+
+def running_group_threads() -> int:
+    """How many threads of gloo groups are running or could run, rather than asleep; 0 where the system does not say.
+
+    They keep the tensors of a collective for a moment after it is done, and nothing in torch tells when they let go.
+    """
+    found = 0
+    for thread in Path("/proc/self/task").glob("[0-9]*"):
+        try:
+            _, _, rest = (thread / "stat").read_text().partition(" (")
+        except OSError:  # it has ended
+            continue
+        name, _, state = rest.rpartition(") ")
+        found += name == _GLOO_THREAD and state[0] == "R"
+    return found
+
+
 REFUSED_BY_REGISTRY = ("fully_shard",)
 """Names that a composable wrapper looks up in a module's registry before it does anything else.
 

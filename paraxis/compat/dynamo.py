@@ -39,6 +39,7 @@ from torch._dynamo.source import (
 from torch._dynamo.types import FrameAction, FrameExecStrategy
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._logging._internal import trace_log
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, PendingUnbackedSymbolNotFound
@@ -68,6 +69,8 @@ __all__ = [
     "note_required_gradients",
     "parameter_of",
     "raise_recompile_limit",
+    "reads_data_of_fakes",
+    "skip_diagnostics",
     "source_of",
     "specialize",
     "subclass_owner",
@@ -85,6 +88,15 @@ DATA_DEPENDENT = (
 
 CAPTURE_ERRORS = (TorchDynamoException, *DATA_DEPENDENT)
 """What capturing a function as one graph raises. Dynamo does not wrap all errors of symbolic shapes in its own."""
+
+
+def reads_data_of_fakes(error: Exception) -> bool:
+    """Whether an operator failed since it reads the data of fake tensors, as indexing with tuples of scalars does.
+
+    The model runs, then, though Dynamo reports it like a model's own mistake. Told by the text, seen on torch 2.13.
+    """
+    return any(text in str(error) for text in ("data is not allocated yet", "Cannot access data pointer"))
+
 
 mark_maybe_dynamic: Callable[[torch.Tensor, int], None] = dynamo.maybe_mark_dynamic
 """Hint that a size may change: a graph that depends on the number itself is still specialized, without an error."""
@@ -244,6 +256,38 @@ def _subclasses(cls: Any) -> Iterator[Any]:
     for each in found:
         yield each
         yield from _subclasses(each)
+
+
+# -- what is computed for logs alone -------------------------------------------------------------------------------
+
+
+def skip_diagnostics(applies: Callable[[], bool]) -> None:
+    """Where ``applies()``, do not compute what only logs show, unless they are on.
+
+    Once per compilation, Dynamo flushes the processor's caches to measure how long guards take (150 ms). From Python
+    3.11 on it splits the source of each file that it traces into tokens, to name the function of a line (20 ms per
+    file). For each object that a forward changes, such as the layers of a KV cache, it formats the stack (torch 2.13).
+    """
+    from torch._dynamo import guards, output_graph, side_effects, symbolic_convert
+
+    if hasattr(guards.profile_guard_manager, "_before"):
+        return
+
+    def without(function: Callable[..., Any], logs: list[logging.Logger], default: Any) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            shown = any(log.isEnabledFor(logging.DEBUG) for log in logs) or trace_log.handlers
+            return function(*args) if shown or not applies() else default
+
+        run._before = function  # type: ignore[attr-defined]
+        return run
+
+    guards.profile_guard_manager = without(guards.profile_guard_manager, [guards.guards_log], 0.0)
+    of_lines = [output_graph.trace_call_log, symbolic_convert.trace_source_log]
+    symbolic_convert.get_funcname = without(symbolic_convert.get_funcname, of_lines, None)
+    format_message = getattr(side_effects.SideEffects, "_format_side_effect_message", None)
+    if format_message is not None:
+        of_effects = [side_effects.side_effects_log]
+        side_effects.SideEffects._format_side_effect_message = without(format_message, of_effects, "")  # type: ignore[method-assign]
 
 
 # -- what was traced -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ inside of functions. Seen on torch 2.11, 2.13 and 2.15.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -76,10 +77,17 @@ def cpp_compile_failed(error: BaseException) -> bool:
 
 
 def load_cpp_library(source: str) -> Any:
-    """Build C++ source with Inductor's compiler flags, or load what was built before; a ``ctypes`` library."""
+    """Build C++ source with Inductor's compiler flags, or load what was built before; a ``ctypes`` library.
+
+    The flags are those for this processor (``-march=native``), unless somebody has set others. Inductor also finds out
+    which vector extensions the compiler knows, in three processes that take a second; torch 2.13 can be told not to.
+    """
+    from torch._inductor import config
     from torch._inductor.codecache import CppCodeCache
 
-    return CppCodeCache.load(source)
+    optional = inspect.signature(CppCodeCache.load_async).parameters
+    native = "needs_vec_isa" in optional and getattr(config.cpp, "march", None) is None
+    return CppCodeCache.load(source, **({"needs_vec_isa": False} if native else {}))
 
 
 def start_compile_workers() -> None:

@@ -97,15 +97,13 @@ def paged_attention(
         sinks, scale, window, softcap: As in :class:`Scoring`.
         kv_heads: Which heads of keys and values these are; empty for all.
     """
-    if query.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("paged attention finds its KV cache by Python, which a CUDA graph would not replay")
+    step = _current.step
+    if query.is_cuda and torch.cuda.is_current_stream_capturing() and not getattr(step, "on_device", False):
+        raise RuntimeError("the tables of this step are on the host, which a CUDA graph would not replay")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     how = Scoring(scale, window, softcap, sinks)
-    step = _current.step
     found = attend_causal(q, k, v, 0, how) if step is None else step.attend(q, k, v, how, kv_heads)
-    result = _allocate(query, key, value, sinks, scale, window, softcap, kv_heads)
-    result[0].transpose(0, 1).copy_(found)
-    return result
+    return found.contiguous()[None].transpose(1, 2)
 
 
 @paged_attention.register_fake

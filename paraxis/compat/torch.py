@@ -6,6 +6,7 @@ Python frame (``attrgetter`` runs in C).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 from collections.abc import Callable, Iterator
@@ -72,6 +73,7 @@ __all__ = [
     "is_data_of_tensor",
     "is_grad_mode_switch",
     "is_traceable_wrapper_subclass",
+    "is_transformed",
     "is_view",
     "legacy_reduction",
     "linear",
@@ -90,6 +92,7 @@ __all__ = [
     "plain_torch_function",
     "pytree",
     "register_ordered_effect",
+    "replace_swap_tensors",
     "scaled_dot_product_attention",
     "schema_of",
     "schema_or_none",
@@ -205,6 +208,24 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
     tensor._is_param = True  # type: ignore[attr-defined]
 
 
+def replace_swap_tensors(handles: Callable[[Any], bool], swap: Callable[[Any, Any], None]) -> None:
+    """Let ``torch.utils.swap_tensors`` use ``swap`` where one of its tensors is one that ``handles`` accepts.
+
+    torch swaps the contents of Python objects, and refuses tensors to which there are weak references, as Dynamo has to
+    each parameter of a program. ``parametrize`` asks for a swap where a parameter is a wrapper subclass.
+    """
+    own = torch.utils.swap_tensors
+
+    @functools.wraps(own)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        if handles(t1) or handles(t2):
+            swap(t1, t2)
+        else:
+            own(t1, t2)
+
+    torch.utils.swap_tensors = swap_tensors
+
+
 # -- modules -------------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +300,11 @@ current_dispatch_modes: Callable[[], list[TorchDispatchMode]] = _get_current_dis
 """The active modes, the outermost first."""
 
 
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` (``grad``, ``vmap``, ``jvp``) or forward differentiation is active."""
+    return _functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def must_use_aten() -> bool:
     """Whether torch's own operators must run: something differentiates, traces, counts, casts or batches them.
 
@@ -289,8 +315,7 @@ def must_use_aten() -> bool:
         or torch.compiler.is_compiling()
         or _len_torch_dispatch_stack() > 0
         or torch.is_autocast_enabled("cpu")
-        or _functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        or is_transformed()
         or _is_tracing()
         or _len_torch_dispatch_stack_pre_dispatch() > 0
     )

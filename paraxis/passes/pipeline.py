@@ -51,7 +51,7 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             Rewrite(
                 "merge_all_reduces",
                 "Small all-reduces that do not depend on one another become one.",
-                lambda m, s: merge_all_reduces(m),
+                lambda m, s: merge_all_reduces(m, s.grad),
                 lambda s: s.ranks > 1,
                 searching=True,
             ),

@@ -26,7 +26,6 @@ from torch.fx import GraphModule, Interpreter, Node
 from ..capture import capture, mark_output_op
 from ..capture.dummy_inputs import takes_token_labels
 from ..capture.repeated_blocks import Repeated, without_repeats
-from ..capture.trace import gc_paused
 from ..compat.torch import FakeTensorMode, TorchDispatchMode, pytree, storage_key
 from ..config import Config
 from ..context import ParallelExecutionCtx
@@ -37,6 +36,7 @@ from ..passes.pipeline import build_parallel_pass_pipeline
 from ..passes.solve import Solved, solved_of
 from ..placement import local_shape
 from ..tensor.sharded_tensor import ShardedTensor, override_shards
+from ..utils.memory import gc_paused
 from ..utils.names import block_of
 from .build import estimated_times
 

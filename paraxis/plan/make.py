@@ -15,7 +15,7 @@ from ..capture.cached_properties import compute_cached_properties
 from ..capture.dummy.check import check_placeholders
 from ..capture.dummy_inputs import example_calls
 from ..capture.repeated_blocks import Repeated, find_repeated, without_repeats
-from ..capture.trace import gc_paused, install_output_hooks
+from ..capture.trace import install_output_hooks
 from ..config import Config
 from ..context import ParallelExecutionCtx
 from ..distributed.consensus import all_gather_object, on_all_ranks, on_rank0, rank0_only
@@ -24,6 +24,7 @@ from ..graph.local_program import Collective, info_of
 from ..passes.build import build_program
 from ..passes.solve import Solved, solved_of
 from ..solver.constraints import check_names, parse
+from ..utils.memory import gc_paused
 from ..utils.progress import stage
 from ..weights.meta_init import tied_names
 from .apply import parameter_shapes, plan_of_user

@@ -15,7 +15,6 @@ from torch.fx import GraphModule
 
 from ..capture.dummy_inputs import SIZES, example_call, text_call
 from ..capture.repeated_blocks import Repeated, without_repeats
-from ..capture.trace import gc_paused
 from ..compat.distributed import simulated_store
 from ..config import Config, split_config
 from ..context import ParallelExecutionCtx
@@ -24,6 +23,7 @@ from ..passes.base import PassBase
 from ..passes.build import build_program
 from ..passes.pipeline import build_parallel_pass_pipeline
 from ..passes.solve import Solved
+from ..utils.memory import gc_paused
 from ..weights.build import attach, build_on_meta, quantize_by_configuration
 from .activations import Usage, call_inputs, measure_usage
 from .apply import apply_plan
@@ -39,6 +39,7 @@ MAX_OPERATOR_RATIO = 8
 token by token have programs that nobody wants to wait for."""
 
 
+@gc_paused()
 def plan_model(
     model: str | os.PathLike[str] | Any,
     tp_size: int,

@@ -217,14 +217,21 @@ def stack(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy
 
 @builtin_rule(aten.constant_pad_nd.default, samples="split")
 def pad(call: Call, placements: Sequence[InputPlacement]) -> Iterable[Strategy]:
-    """Padding of dimensions that are not sharded."""
+    """Padding of dimensions that are not sharded. A width that only the data decides counts as padding."""
     (placement,), n = placements, call.inputs[0].ndim
     widths = call.args[1]
     if is_partial(placement) and not call.arg(2, "value", 0):
         yield Strategy((PARTIAL,), (PARTIAL,))
-    padded = {n - 1 - k for k in range(len(widths) // 2) if widths[2 * k] or widths[2 * k + 1]}
+    padded = {
+        n - 1 - k for k in range(len(widths) // 2) if not (_is_zero(widths[2 * k]) and _is_zero(widths[2 * k + 1]))
+    }
     if isinstance(placement, Shard) and not padded & set(placement.dims):
         yield Strategy((placement,), (placement,))
+
+
+def _is_zero(width: Any) -> bool:
+    """Whether a width is the number zero. False for a symbol: comparing one may fail if the data decides it."""
+    return isinstance(width, int) and width == 0
 
 
 @builtin_rule(aten.slice_scatter.default, aten.select_scatter.default, samples="split")

@@ -15,9 +15,9 @@ from torch.fx import GraphModule
 
 from ..capture.dynamic_shapes import mark_dynamic, mark_static
 from ..capture.required_gradients import check_required_gradients
-from ..capture.trace import adapt_libraries, end_tracing, fresh_entry, gc_paused, ignore_loggers, translated
+from ..capture.trace import adapt_libraries, end_tracing, fresh_entry, ignore_loggers, translated
 from ..compat.dynamo import CAPTURE_ERRORS, raise_recompile_limit, traced_methods
-from ..compat.torch import has_backward_hooks
+from ..compat.torch import has_backward_hooks, is_transformed
 from ..compat.transformers import collector_as_global
 from ..config import Config
 from ..context import ParallelExecutionCtx
@@ -28,7 +28,7 @@ from ..plan import Plan
 from ..plan.apply import apply_plan, parameter_metas
 from ..plan.build import PlanBuilder
 from ..tensor.sharded_tensor import ShardedTensor, UnplacedError, shard_gradient
-from ..utils.memory import malloc_trim
+from ..utils.memory import gc_paused, malloc_trim
 from ..weights.materialize import materialize_parameters
 from .backend import parallelize_backend
 from .block_programs import BlockPrograms, NotRepeated, find_block_programs
@@ -181,6 +181,8 @@ class CompiledCall:
         check = self.ctx.state.input_check
         if check is not None and not check.active:  # the outermost call: compare its inputs between ranks
             return check.run(self, args, kwargs)
+        if is_transformed():
+            return self._run_transformed(args, kwargs)
         falls_back = self.fell_back or (bool(self.broken) and kind_of(args, kwargs) in self.broken)
         if not falls_back and (self._watch is None or self._watch.changed()):
             self._take_up_changes()
@@ -215,9 +217,39 @@ class CompiledCall:
                 self._take_up_changes()
                 return self(*args, **kwargs)
             self.fall_back(str(problem), kind_of(args, kwargs))
+        return self._own_forward(args, kwargs)
+
+    def _own_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.forward is None:
             return self.module.forward(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
+
+    def _run_transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's own forward for a caller that transforms it (``torch.func``): operator by operator, on
+        parameters that are gathered when they are used. Dynamo captures no program there. Says nothing about calls
+        without a transform, which stay graphs."""
+        if shards_parameters(self.ctx, self.config):
+            raise CaptureError(
+                f"{self.name or 'the model'} is called inside of a transform of torch.func or forward differentiation, "
+                "which cannot be captured as one graph; data-parallel ranks that shard parameters need one. Use "
+                "data_parallel='replicate'."
+            )
+        if not self.ctx.state.transformed:
+            self.ctx.state.transformed = True
+            if self.ctx.rank == 0:
+                logging.getLogger("paraxis").warning(
+                    "%s is called inside of a transform of torch.func or forward differentiation: such calls gather "
+                    "the parameters they use, and every rank computes all of it.",
+                    self.name or "the model",
+                )
+        self._shard_gradients()
+        return self._own_forward(args, kwargs)
+
+    def _shard_gradients(self) -> None:
+        """Let parameters that are used outside of a graph shard the full gradients that they get there."""
+        for parameter in self.module.parameters():
+            if isinstance(parameter, ShardedTensor) and parameter.requires_grad and not has_backward_hooks(parameter):
+                parameter.register_hook(partial(shard_gradient, parameter))
 
     def fall_back(self, problem: str, kind: CallKind | None = None) -> None:
         """For calls of this kind, or all: run the module's own forward in Python from now on, and compile its children
@@ -243,9 +275,7 @@ class CompiledCall:
         if self.ctx.state.planning:  # its own parameters are read by Python code, which no plan knows
             own = set(map(id, self.module.parameters(recurse=False)))
             place_unused(self.ctx, self.config, own)
-        for parameter in self.module.parameters():
-            if isinstance(parameter, ShardedTensor) and parameter.requires_grad and not has_backward_hooks(parameter):
-                parameter.register_hook(partial(shard_gradient, parameter))
+        self._shard_gradients()
         for name, child in callable_children(self.module, self.name):
             install_submodule_call(child, partial(CompiledCall, child, self.ctx, self.config, name))
 

@@ -42,6 +42,7 @@ __all__ = [
     "shard_of",
     "shards_version",
     "spec_of",
+    "swap_values",
     "unwrap",
     "wrap",
 ]
@@ -403,6 +404,26 @@ def convert_shard(tensor: ShardedTensor, function: Callable[[torch.Tensor], torc
         tensor._token = local.new_empty((0,) * tensor.ndim)
     _Shards.version += 1
     _Shards.conversions += 1
+
+
+def swap_values(one: torch.Tensor, other: torch.Tensor) -> None:
+    """``torch.utils.swap_tensors`` where one of the tensors is sharded: each object keeps its placement and gets the
+    values of the other one. A collective, unless both are sharded alike."""
+    if one is other:
+        return
+    if one.shape != other.shape:
+        name = next((n for n in (getattr(getattr(t, "_spec", None), "name", "") for t in (one, other)) if n), "")
+        raise RuntimeError(
+            f"cannot swap {repr(name) if name else 'a sharded tensor'} of shape {tuple(one.shape)} and a tensor of "
+            f"shape {tuple(other.shape)}: a sharded parameter keeps its shape. Change the model (a parametrization "
+            "whose right_inverse has another shape, for example) before parallelize_model."
+        )
+    with torch.no_grad():
+        values = [t.data if isinstance(t, ShardedTensor) else t.detach().clone() for t in (one, other)]
+        for tensor, value in ((one, values[1]), (other, values[0])):
+            if isinstance(value, ShardedTensor) and not isinstance(tensor, ShardedTensor):
+                value = value.full_tensor()
+            tensor.data = value
 
 
 def shard_gradient(parameter: ShardedTensor, gradient: torch.Tensor) -> torch.Tensor:

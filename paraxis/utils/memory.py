@@ -1,4 +1,4 @@
-"""Process memory: returning what was freed to the operating system, and how much there is.
+"""Process memory: garbage collection, returning what was freed to the operating system, and how much there is.
 
 Capturing, planning and compiling allocate millions of small objects. The C library retains their memory, fragmented
 into pieces too small for weights, gradients or activations, and a rank would hold it for as long as it runs.
@@ -8,9 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Without Python's garbage collection, for stages that allocate much and free little: imports, captures."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
 
 
 @functools.cache

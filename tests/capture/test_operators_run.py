@@ -61,6 +61,24 @@ def test_operators_are_noted_by_block_with_where_their_arguments_come_from() -> 
     assert operators(found, 3) == [ATEN.relu.default] and found.results == Made(3, 0)
 
 
+def test_arguments_are_told_apart_by_how_they_are_nested() -> None:
+    class Sums(nn.Module):
+        def __init__(self, dims: Any) -> None:
+            super().__init__()
+            self.dims = dims
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sum(*self.dims)
+
+    def noted(dims: Any) -> Any:
+        model: Any = Model(lambda _: nn.Identity(), 2)
+        model.blocks[0] = Sums(dims)
+        return run(model, torch.randn(4, 4)).segments[0]
+
+    assert noted([[1]]) == noted([[1]]) and noted([[0]]) != noted([[1]])
+    assert noted([[0, 1]]) != noted([[0], True]), "a list, and a number that follows it"
+
+
 def test_argument_is_known_by_its_name() -> None:
     found = run(Model(), torch.randn(2, 4), shift=torch.ones(1))
     assert sources(found, BEFORE)[0] == State(-1, ".0.0")

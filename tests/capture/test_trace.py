@@ -149,3 +149,21 @@ class _SplitByValue(nn.Module):
 def test_sizes_that_are_values_break_the_graph() -> None:
     with pytest.raises(GraphBreak, match="_SplitByValue cannot be captured as one graph.*lengths.tolist"):
         capture(_SplitByValue(), (torch.randn(5, 2), torch.tensor([2, 3])), {}, lambda graph, inputs: None)
+
+
+class _IndexesByScalars(nn.Module):
+    """Tuples of scalar tensors as indices: torch reads their data to make one index, also of fake tensors."""
+
+    def forward(self, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones(x.shape[:2], dtype=torch.bool)
+        rows, columns = zip(*index, strict=True)
+        mask[rows, columns] = False
+        return x * mask.unsqueeze(-1)
+
+
+def test_operators_that_read_data_break_the_graph() -> None:
+    """Dynamo calls this a runtime error, as it does a mistake of the model, but the model runs."""
+    inputs = torch.randn(2, 3, 4), torch.tensor([[0, 1], [1, 2]])
+    assert not bool(_IndexesByScalars()(*inputs)[0, 1].any())
+    with pytest.raises(GraphBreak, match="_IndexesByScalars cannot be captured as one graph.*rows, columns"):
+        capture(_IndexesByScalars(), inputs, {}, lambda graph, inputs: None)

@@ -254,3 +254,37 @@ def test_a_size_in_a_string_that_is_read_has_its_value() -> None:
     compiled = torch.compile(lambda x: x * table[f"size {x.shape[0]}"], fullgraph=True, backend="eager")
     for n, factor in ((4, 1.0), (5, 2.0), (4, 1.0)):
         assert torch.equal(compiled(torch.ones(n)), torch.full((n,), factor))
+
+
+@pytest.mark.parametrize("logged", [False, True])
+def test_what_only_logs_show_is_not_computed(monkeypatch: pytest.MonkeyPatch, logged: bool) -> None:
+    from torch._dynamo import guards, output_graph, side_effects, symbolic_convert
+
+    calls: list[str] = []
+    for owner, name in (
+        (guards, "profile_guard_manager"),
+        (symbolic_convert, "get_funcname"),
+        (side_effects.SideEffects, "_format_side_effect_message"),
+    ):
+        if (function := getattr(owner, name, None)) is not None:  # torch 2.11 does not format side effects
+            own = getattr(function, "_before", function)
+            monkeypatch.setattr(owner, name, lambda *args, own=own, name=name: calls.append(name) or own(*args))
+    compat.skip_diagnostics(lambda: True)
+    for log in (guards.guards_log, output_graph.trace_call_log, getattr(side_effects, "side_effects_log", None)):
+        if log is not None:
+            monkeypatch.setattr(log, "isEnabledFor", lambda level: logged)
+    monkeypatch.setattr(compat.trace_log, "handlers", [])
+    torch._dynamo.reset()
+
+    class Counter:
+        count = 0
+
+    def forward(counter: Any, x: torch.Tensor) -> torch.Tensor:
+        counter.count += 1
+        return x.sin() + 1
+
+    counter = Counter()
+    compiled = torch.compile(forward, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(counter, torch.zeros(2)), torch.ones(2)) and counter.count == 1
+    assert ("profile_guard_manager" in calls) == ("get_funcname" in calls) == logged
+    assert logged or not calls

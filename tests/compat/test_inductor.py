@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import warnings
@@ -111,3 +112,17 @@ def test_a_graph_whose_first_run_may_alias_runs_again_where_torch_raises_for_ali
         past = torch.ops.paraxis.append_rows(torch.randn(1, 2, 3, 4), new)
         (second,) = compiled(past, new)
         assert second.untyped_storage().data_ptr() == past.untyped_storage().data_ptr()
+
+
+def test_a_library_is_built_without_probing_vector_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each probe is a process."""
+    from torch._inductor import codecache
+
+    if "needs_vec_isa" not in inspect.signature(codecache.CppCodeCache.load_async).parameters:
+        pytest.skip("this version of torch always asks")
+    if load_kernel("gemv") is None:
+        pytest.skip("needs a C++ compiler")
+    asked: list[str] = []
+    monkeypatch.setattr(codecache, "pick_vec_isa", lambda: asked.append("") or codecache.invalid_vec_isa)
+    library = compat.load_cpp_library('extern "C" int of_a_test() { return 42; }')
+    assert library.of_a_test() == 42 and not asked

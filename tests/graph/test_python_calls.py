@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule
 
-from paraxis.graph.python_calls import FUNCTIONS, METHODS, OF_TWO, with_python_calls
+from paraxis.graph.python_calls import FUNCTIONS, METHODS, OF_TWO, taking_list, with_python_calls
 
 aten = torch.ops.aten
 X, Y, SQUARE = torch.rand(2, 3) + 0.5, torch.rand(2, 3) + 0.5, torch.rand(3, 3)
@@ -120,3 +120,13 @@ def test_conversions_are_methods_and_still_copy() -> None:
     assert "call_method" in {n.op for n in changed.graph.nodes} and changed(X)[0].dtype == torch.float64
     module, _ = program_of(aten._to_copy.default, (X,), {"dtype": torch.float32})
     assert with_python_calls(module)(X)[0] is not X
+
+
+@pytest.mark.parametrize("function", [with_python_calls, taking_list])
+def test_code_is_generated_once(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
+    module, _ = program_of(aten.add.Tensor, (X, Y), {})
+    made: list[Any] = []
+    recompile = GraphModule.recompile
+    monkeypatch.setattr(GraphModule, "recompile", lambda self: made.append(self) or recompile(self))
+    function(module)
+    assert len(made) == 1

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from capture.dummy.tiny_multimodal import IMAGE_TOKEN, llava, whisper, with_grids
+from helpers.image_chat import picture, save
 from models.compare import gradient_errors, max_difference, parallel
 
 NEW = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -114,3 +115,31 @@ def test_a_new_image_size_compiles_nothing(name: str, ranks: Any, tmp_path: Path
         assert not found["unplanned"] and not found["breaks"]
         assert max(found["errors"]) < 1e-4 and found["gradients"] < 1e-3 and found["tokens"]
         assert found["compiled"][-1] - found["compiled"][0] <= 3
+
+
+def piped(folder: str) -> dict[str, Any]:
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor, pipeline
+
+    processor, picture = AutoProcessor.from_pretrained(folder), Image.open(f"{folder}/a.png").convert("RGB")
+    chat = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "w3"}]}]
+    found: dict[str, Any] = {}
+    for name, model in (
+        ("parallel", parallel(folder)[0].eval()),
+        ("unsharded", AutoModelForImageTextToText.from_pretrained(folder).eval()),
+    ):
+        images = [picture, picture.resize((40, 24))]
+        two = processor(images=images, text="<image> <image> w5", return_tensors="pt")
+        pipe = pipeline("image-text-to-text", model=model, processor=processor)
+        asked = {"images": picture, "text": "<image> w3 w7"}, {"text": chat}
+        answers = [pipe(**each, return_full_text=False, generate_kwargs=dict(NEW)) for each in asked]
+        found[name] = (model.generate(**two, **NEW).tolist(), [answer[0]["generated_text"] for answer in answers])
+    return found
+
+
+def test_processors_and_pipelines_work_unchanged(ranks: Any, tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    save(tmp_path)
+    picture(tmp_path / "a.png")
+    for found in ranks(2).run(piped, str(tmp_path)):
+        assert found["parallel"] == found["unsharded"] and all(found["unsharded"][1])

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from rules.families import HALVES, assert_offers, strategies, validate
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from paraxis.placement import Layout, Shard
-from paraxis.rules.split import bounds, pieces, stride
+from paraxis.rules import Call, Tensor
+from paraxis.rules.split import bounds, pad, pieces, stride
 from paraxis.rules.validation.draw import f
 from paraxis.rules.validation.run import call_of
 
@@ -51,3 +53,13 @@ def test_pieces_bounds_and_strides() -> None:
     assert bounds(of(aten.slice.Tensor, f(4, 12), 1, 0, 12, 2)) is None
     assert stride(of(aten.slice.Tensor, f(4, 12), 1, 1, None, 3)) == (1, 3)
     assert stride(of(aten.slice.Tensor, f(4, 8), 1, 3, None, 2)) is None
+
+
+def test_padding_of_a_width_that_the_data_decides() -> None:
+    """Frames up to a multiple of the patch, say: only the dimension that is padded stays replicated."""
+    width = ShapeEnv().create_unbacked_symint()
+    source, out = Tensor(0, (3, 4), torch.float32), Tensor(0, (3 + width, 4), torch.float32)
+    padded = Call(aten.constant_pad_nd.default, (source, [0, 0, 0, width]), {}, (source,), (out,), world=2)
+    kept = Shard.of(1, Layout.even(4, 2))
+    assert [s.outputs[0] for s in pad(padded, [kept])] == [kept]
+    assert not list(pad(padded, [Shard.of(0, Layout.even(3, 2))]))

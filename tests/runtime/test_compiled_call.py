@@ -10,6 +10,7 @@ import torch.distributed as dist
 from helpers.host_calls import count_calls
 from models.compare import batch, full, max_difference, module_errors, parallel, parallel_module, reference
 from torch import nn
+from torch.autograd import forward_ad
 
 from paraxis import ParallelExecutionCtx, parallelize_model
 from paraxis.plan.work import sharded_fraction
@@ -210,3 +211,41 @@ def test_parts_of_calls_that_break_the_graph_are_planned_and_other_calls_stay_gr
         assert len(found["breaks"]) == 1 and "item" in found["breaks"][0]
         assert found["breaks after"] == found["breaks"]
         assert found["inputs of text"] == 1 + 5, "the token ids, and all parameters but those of the tower"
+
+
+def differentiate(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """What transforms of ``torch.func``, and forward differentiation, make of a call; then a step without them."""
+    parameters = {name: p for name, p in model.named_parameters() if name.endswith("bias")}
+
+    def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor = x) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().mean()
+
+    found = [*torch.func.grad(loss)(parameters).values()]
+    found.append(torch.func.vmap(model)(x))
+    found += torch.func.jvp(model, (x,), (x.cos(),))
+    with forward_ad.dual_level(), torch.no_grad():  # where a program without gradients would run
+        found.append(forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.sin()))).tangent)
+    torch.func.vmap(model)(x).square().mean().backward()  # differentiates what was transformed
+    found += [full(p.grad) for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+def transforms(compile: str | None) -> dict[str, Any]:
+    """Errors inside of transforms and after them, and whether the model is one graph afterwards."""
+    x = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(1))
+    model, unsharded, ctx = parallel_module(Inner, x, compile=compile)
+    model(x)
+    pairs = zip(differentiate(model, x), differentiate(unsharded, x), strict=True)
+    inside = [max_difference(a.detach(), b.detach()) for a, b in pairs]
+    compiled = ctx.compile_times
+    errors = module_errors(model, unsharded, x)
+    return {"inside": inside, "after": errors, "breaks": ctx.plan.breaks, "compiled": ctx.compile_times - compiled}
+
+
+@pytest.mark.parametrize("compile", [None, "inductor"])
+def test_calls_inside_of_transforms_leave_others_as_they_are(ranks: Any, compile: str | None) -> None:
+    for found in ranks(2).run(transforms, compile):
+        assert len(found["inside"]) == 10 and max(found["inside"]) < 1e-5
+        assert max(found["after"].values()) < 1e-5
+        assert found["breaks"] == () and found["compiled"] <= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from helpers.shards import local_shard, sharded_parameter
 from tensor.sharded import PLACEMENTS, SHAPE, assert_same, random_tensor, sharded
 from torch import nn
+from torch.utils import swap_tensors
 
 from paraxis.tensor.parameter_meta import ParameterMeta
 from paraxis.tensor.sharded_tensor import (
@@ -106,6 +108,27 @@ def assignments() -> None:
         assert_same(f"{name} data of another dtype", t, random_tensor(3).bfloat16(), p)
 
 
+def swaps() -> None:
+    """``torch.utils.swap_tensors``: objects and placements stay, values change sides; weak references do not matter."""
+    for name, p in PLACEMENTS.items():
+        one, other = sharded_parameter(random_tensor(), p), sharded(random_tensor(1), PLACEMENTS["columns"])
+        full, seen = random_tensor(2), weakref.ref(one)
+        swap_tensors(one, other)
+        assert_same(f"{name}: sharded, one", one.detach(), random_tensor(1), p)
+        assert_same(f"{name}: sharded, other", other, random_tensor(), PLACEMENTS["columns"])
+        swap_tensors(full, one)
+        assert_same(f"{name}: plain, one", one.detach(), random_tensor(2), p)
+        assert torch.equal(full, random_tensor(1)) and type(full) is torch.Tensor
+        swap_tensors(one, one)
+        assert_same(f"{name}: itself", one.detach(), random_tensor(2), p)
+        assert seen() is one and one.placement == p and isinstance(one, nn.Parameter)
+        with pytest.raises(RuntimeError, match="a sharded parameter keeps its shape"):
+            swap_tensors(one, torch.ones(2, 2))
+    plain = torch.zeros(2), torch.ones(3)
+    swap_tensors(*plain)
+    assert plain[0].shape == (3,)
+
+
 def deep_copies() -> None:
     parameter: Any = sharded_parameter(random_tensor(), PLACEMENTS["packed"])
     (parameter.full_tensor() * 2).sum().backward()
@@ -129,7 +152,7 @@ def overrides() -> None:
 
 @pytest.mark.parametrize(
     "job",
-    [shards_and_full_tensors, gradients, accessors, assignments, deep_copies, overrides],
+    [shards_and_full_tensors, gradients, accessors, assignments, swaps, deep_copies, overrides],
     ids=lambda f: f.__name__,
 )
 def test_on_two_ranks(ranks: Any, job: Any) -> None:

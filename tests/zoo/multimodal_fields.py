@@ -103,7 +103,8 @@ AUDIO: dict[str, Fields] = {
     "qwen3_asr": {"audio_config.output_dim": 64, "audio_config.downsample_hidden_size": 32},
     **every(
         tuple(f"vibevoice_{what}" for what in ("acoustic_tokenizer", "acoustic_tokenizer_encoder")),
-        {"num_filters": 4, "downsampling_ratios": [2, 2, 4, 5], "depths": [1, 1, 1, 1, 1]},
+        # No noise: like dropout, a program draws it from its own seeds, not from those of the unsharded model.
+        {"num_filters": 4, "downsampling_ratios": [2, 2, 4, 5], "depths": [1, 1, 1, 1, 1], "vae_std": 0.0},
     ),
     **every(("vibevoice", "vibevoice_asr"), {"acoustic_tokenizer_chunk_size": 1600}),
     "kyutai_speech_to_text": {"num_codebooks": 4},

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from zoo.jobs import first_line, results_in
-from zoo.multimodal import AT_FOUR, names_at, page, reason, right
-from zoo.multimodal_cases import all_names, task_of
+from zoo.multimodal import right
+from zoo.multimodal_cases import AT_FOUR, all_names, task_of
+from zoo.multimodal_page import answer, made_by, names_at, page, reason
 
 GOOD = {"status": "ok", "outputs": 1e-6, "gradients": 1e-5, "fraction": 0.51, "unplanned": 0, "breaks": []}
 
@@ -41,13 +42,30 @@ def test_the_page_counts_by_task_and_lists_what_was_not_run() -> None:
         "**2 ranks**: 1 of 4 models are right: with images, videos or audio 1 of the first two tasks" in text
         and "Of 1 of the 1 whose" in text
     )
-    assert "5 results, of commit abc." in text or (
-        "6 results, of commit abc." in text and "| 0.51 | 0 | 95% | yes | yes | yes | one |" in text
-    )
+    assert ", commit abc." in text and "| 0.51 | 0 | 95% | yes | yes | yes | one |" in text
     assert "NO: TypeError: it / fell" in text and "NO: outputs 5e-01" in text
     assert "| gemma3n | Gemma3nForConditionalGeneration | ImportError: no timm |" in text
     left = text.partition("## Not run")[2]
     assert f"{len(all_names()) - 5} types" in left and LLAVA not in left and "blip:" in left
+
+
+def test_exceptions_have_the_reasons_of_the_plan() -> None:
+    unshared = {"model.vision_tower": [("model.vision_tower.layers.*.fc", 0.5, "every way to shard it costs more")]}
+    towers = {"model.vision_tower": 0.5}
+    many = [("model.embed.weight", 1.0, 0.1, "no rule for aten.mode")]
+    found = [record(LLAVA, fraction=0.62, excess=many), record(GIT, towers=towers, unshared=unshared)]
+    text = page({2: found})
+    assert "| LlavaForConditionalGeneration | 2 | 0.62 of the parameters | `model.embed.weight`: 100% on a rank" in text
+    assert "| GitForCausalLM | 2 | 50% of `model.vision_tower` | `model.vision_tower.layers.*.fc`, 50%: every" in text
+    assert "## Exceptions" not in page({2: [record(LLAVA)]})
+
+
+def test_the_head_is_one_line_where_all_results_are_of_one_commit() -> None:
+    one, other = record(LLAVA, versions="torch 1"), record(GIT, versions="torch 1", commit="def")
+    assert made_by({2: [one]}) == "torch 1, commit abc."
+    rounded = answer(record(LLAVA, outputs=4e-4, gradients=1e-5))
+    assert rounded == "in float64" and answer(record(LLAVA, outputs=0.0, gradients=0.0)) == "yes"
+    assert made_by({2: [one, other]}) == "torch 1: 2 results, of commit abc, def."
 
 
 def test_a_model_is_right_if_all_that_was_compared_is() -> None:
@@ -57,6 +75,7 @@ def test_a_model_is_right_if_all_that_was_compared_is() -> None:
     assert not right(record(LLAVA, tokens=False)) and not right(record(LLAVA, text=0.1))
     assert not right(record(LLAVA, gradients=0.1)) and right(record(LLAVA, gradients=0.1, rounded=True))
     assert not right(record(LLAVA, outputs=float("inf")))
+    assert not right(record(LLAVA, outputs=4e-4)) and right(record(LLAVA, outputs=4e-4, rounded_outputs=True))
 
 
 def test_reasons_are_what_was_raised() -> None:

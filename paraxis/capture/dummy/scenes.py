@@ -137,7 +137,7 @@ def _find_form(facts: Facts, modality: str) -> tuple[Form | None, Inputs]:
     forms, first = forms_of(facts, modality), None
     if not forms:
         return None, {}
-    for optional in ((), ("attention_mask",), tuple(REQUIRED), ("input_ids",)):
+    for optional in ((), ("attention_mask",), tuple(REQUIRED), ("input_ids",), ("input_ids", "attention_mask")):
         if optional == ("input_ids",) and takes_ids_with_others(facts):
             break  # they are in all of the above
         for form in forms:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import platform
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,8 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 def load_kernel(name: str) -> Any:
     """The function of ``name``.cpp, which takes a pointer to a structure; None where it cannot be compiled."""
     here = Path(__file__).parent
-    source = (here / "vectors.h").read_text() + (here / f"{name}.cpp").read_text()
+    # What is built for this processor may not run on another one that shares the cache on disk.
+    source = f"// {processor()}\n" + (here / "vectors.h").read_text() + (here / f"{name}.cpp").read_text()
     try:
         library = load_cpp_library(source)
     except Exception as error:  # no compiler, or one without vector extensions or OpenMP
@@ -35,13 +37,26 @@ def load_kernel(name: str) -> Any:
 
 
 @cache
-def cpu_vendor() -> str:
-    """The vendor id of the processor; empty where it is unknown, or one that the kernels were not measured on."""
+def _first_cpu() -> str:
+    """What Linux knows about the first processor; elsewhere nothing."""
     try:
-        text = Path("/proc/cpuinfo").read_text()[:4096]
+        return Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
         return ""
-    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in text), "")
+
+
+@cache
+def cpu_vendor() -> str:
+    """The vendor id of the processor; empty where it is unknown, or one that the kernels were not measured on."""
+    return next((name for name in ("AuthenticAMD", "GenuineIntel") if name in _first_cpu()), "")
+
+
+@cache
+def processor() -> str:
+    """What the processor can do, in one line: processors for which it is the same run the same code."""
+    names = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features", "isa")
+    fields = [line.partition(":") for line in _first_cpu().splitlines()]
+    return " ".join([platform.machine(), *(value.strip() for name, _, value in fields if name.strip() in names)])
 
 
 def is_plain(x: torch.Tensor) -> bool:

@@ -42,12 +42,14 @@ class MeasuredStep:
 class PagedCache:
     """Keys and values of all layers: (heads, slots, size), where a block is ``block_size`` slots.
 
-    Memory is taken from the machine when a block is written for the first time, on a CPU.
+    Memory is taken from the machine when a block is written for the first time, on a CPU. The slot after all blocks,
+    ``spare``, is for tokens that fill up a step and belong to no sequence.
     """
 
     def __init__(self, layers: list[Layer], blocks: int, block_size: int, device: torch.device) -> None:
         self.layers, self.blocks, self.block_size = layers, blocks, block_size
-        slots = blocks * block_size
+        self.spare = blocks * block_size
+        slots = self.spare + 1
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         for layer in layers:
@@ -56,17 +58,16 @@ class PagedCache:
             self.values.append(torch.empty(heads, slots, value, dtype=layer.dtype, device=device))
 
 
-class CachedStep:
-    """A step of the model on a paged cache. Its layers run one after the other, each once."""
+class StepOnCache:
+    """A step of the model on a paged cache. Its layers run one after the other, each once.
 
-    def __init__(self, cache: PagedCache, step: Step, device: torch.device) -> None:
-        self.cache, self.step, self.next_layer = cache, step, 0
-        self.device = device
-        self.slots = step.slots(cache.block_size).to(device)
-        self.decoding = [each for each in step.sequences if each.tokens == 1]
-        self.prefilling = [each for each in step.sequences if each.tokens > 1]
-        self._positions: dict[int, Tensor] = {}
-        self._tables: tuple[Tensor, Tensor, Tensor] | None = None
+    Args:
+        cache: The cache.
+        slots: Where the keys and values of its tokens go, on the device.
+    """
+
+    def __init__(self, cache: PagedCache, slots: Tensor) -> None:
+        self.cache, self.slots, self.next_layer = cache, slots, 0
 
     def check_complete(self) -> None:
         """Raise if the program of the step did not run all layers of the model."""
@@ -75,15 +76,43 @@ class CachedStep:
                 f"a step ran {self.next_layer} attention layers of {len(self.cache.layers)}: its KV cache is wrong"
             )
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring, kv_heads: SequenceOf[int]) -> Tensor:
-        """Write the keys and values of the next layer, and attend. Tokens of no sequence, which fill up the step, get
-        zeros."""
+    def write(self, key: Tensor, value: Tensor, kv_heads: SequenceOf[int]) -> tuple[Tensor, Tensor]:
+        """Write the keys and values of the next layer; its cache."""
         number, self.next_layer = self.next_layer, self.next_layer + 1
         self._check(number, key, value, kv_heads)
         keys, values = self.cache.keys[number], self.cache.values[number]
         tokens = self.slots.shape[0]
         keys.index_copy_(1, self.slots, key[:tokens].transpose(0, 1))
         values.index_copy_(1, self.slots, value[:tokens].transpose(0, 1))
+        return keys, values
+
+    def _check(self, number: int, key: Tensor, value: Tensor, kv_heads: SequenceOf[int]) -> None:
+        if number >= len(self.cache.layers):
+            raise RuntimeError(f"a step ran more than {len(self.cache.layers)} attention layers: its KV cache is wrong")
+        layer = self.cache.layers[number]
+        found = Layer((*key.shape[1:], value.shape[2]), key.dtype, tuple(kv_heads))  # type: ignore[arg-type]
+        if found != layer:
+            raise RuntimeError(
+                f"attention layer {number} has KV heads {found}, and its paged cache was made for {layer}: another "
+                "program of the model places them in another way"
+            )
+
+
+class CachedStep(StepOnCache):
+    """A step whose tables are on the host: every layer looks there which blocks a sequence has."""
+
+    def __init__(self, cache: PagedCache, step: Step, device: torch.device) -> None:
+        super().__init__(cache, step.slots(cache.block_size).to(device))
+        self.step, self.device = step, device
+        self.decoding = [each for each in step.sequences if each.tokens == 1]
+        self.prefilling = [each for each in step.sequences if each.tokens > 1]
+        self._positions: dict[int, Tensor] = {}
+        self._tables: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, how: Scoring, kv_heads: SequenceOf[int]) -> Tensor:
+        """Write the keys and values of the next layer, and attend. Tokens of no sequence, which fill up the step, get
+        zeros."""
+        keys, values = self.write(key, value, kv_heads)
         out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
         if self.decoding:
             self._decode(query, keys, values, out, how)
@@ -129,14 +158,3 @@ class CachedStep:
             size = self.cache.block_size
             self._positions[start] = (blocks[:, None] * size + torch.arange(size)).flatten().to(self.device)
         return self._positions[start][:positions]
-
-    def _check(self, number: int, key: Tensor, value: Tensor, kv_heads: SequenceOf[int]) -> None:
-        if number >= len(self.cache.layers):
-            raise RuntimeError(f"a step ran more than {len(self.cache.layers)} attention layers: its KV cache is wrong")
-        layer = self.cache.layers[number]
-        found = Layer((*key.shape[1:], value.shape[2]), key.dtype, tuple(kv_heads))  # type: ignore[arg-type]
-        if found != layer:
-            raise RuntimeError(
-                f"attention layer {number} has KV heads {found}, and its paged cache was made for {layer}: another "
-                "program of the model places them in another way"
-            )

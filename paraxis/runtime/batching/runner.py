@@ -24,6 +24,11 @@ from ...context import ParallelExecutionCtx
 from ...distributed.consensus import on_all_ranks
 from ...kernels.cpu.build import load_kernel
 from ...tensor.sharded_tensor import ShardedTensor
+from ..cuda_graphs import pool_of
+from ..generation.install import captures_steps
+from ..generation.step_graph import changes_seen, is_one_program
+from .decode_graphs import DecodeGraphs
+from .device_step import DeviceStep, runs_on
 from .paged_cache import CachedStep, Layer, MeasuredStep, PagedCache
 from .step import Step
 
@@ -49,6 +54,8 @@ class Runner:
         self.model, self.ctx, self.device = model, ctx, ctx.current_device
         self.cache: PagedCache | None = None
         self.layers: list[Layer] = []
+        self._on_device = runs_on(self.device)
+        self._decode_graphs: DecodeGraphs | None = None
         self._configs = list({id(c): c for c in _configs(model)}.values())
         self._slices_logits = "logits_to_keep" in inspect.signature(type(model).forward).parameters
 
@@ -79,15 +86,33 @@ class Runner:
     def allocate(self, blocks: int, block_size: int) -> None:
         """Allocate the KV cache."""
         self.cache = PagedCache(self.layers, blocks, block_size, self.device)
+        if self._on_device and self._captures():
+            longest = longest_sequence(self.model.config)
+            self._decode_graphs = DecodeGraphs(
+                self.cache,
+                self._forward,
+                blocks if longest is None else min(blocks, -(-longest // block_size)),
+                lambda: (changes_seen(), self.ctx.compile_times),
+                lambda: is_one_program(self.model),
+                pool_of(self.ctx),
+                self.device,
+            )
+
+    def _captures(self) -> bool:
+        """Whether decode steps are captured as CUDA graphs: where those of ``generate`` are."""
+        call = getattr(self.model.__dict__.get("forward"), "leads_in", None)
+        return call is not None and captures_steps(self.ctx, call.config)
 
     def run(self, step: Step) -> Tensor:
         """The logits of the rows of a step. All ranks run the same one."""
         assert self.cache is not None
+        if self._decode_graphs is not None and (decoded := self._decode_graphs.run(step)) is not None:
+            return decoded
         ids, positions, rows = (torch.from_numpy(x) for x in (step.ids, step.positions, step.rows))
         wanted = len(rows)
         if len(ids) > 1:
             rows = _at_least(rows, FEWEST)
-        cached = CachedStep(self.cache, step, self.device)
+        cached = (DeviceStep.of if self._on_device else CachedStep)(self.cache, step, self.device)
         logits = self._forward(cached, ids, positions, rows)
         cached.check_complete()
         return logits[:wanted]

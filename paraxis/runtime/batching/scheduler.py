@@ -71,13 +71,15 @@ class Scheduler:
         left, parts = self.max_tokens, list[Part]()
         decoding = [r for r in self.running if r.pending == 1]
         prefilling = [r for r in self.running if r.pending > 1]
+        scheduled, preempted = set[int](), self.preempted
         for request in [*prefilling, *decoding] if self.prefill_first else [*decoding, *prefilling]:
-            if request not in self.running:  # preempted for one before it
+            if self.preempted > preempted and request not in self.running:  # preempted for one before it
                 continue
             count = min(request.pending, left)
-            if not count or not self._reserve(request, count, {id(part.request) for part in parts}):
+            if not count or not self._reserve(request, count, scheduled):
                 continue
             parts.append(Part(request, count))
+            scheduled.add(id(request))
             left -= count
         while left > 0 and self.waiting and len(self.running) < self.max_requests:
             request = self.waiting[0]

@@ -95,3 +95,18 @@ def test_token_ids_go_with_images_where_the_model_needs_them() -> None:
     image, text, protein = scenes_of(Reader())
     assert image.keys() == {"pixel_values", "input_ids"} and text.keys() == {"input_ids"}
     assert protein.keys() == {"input_ids", "protein_input_ids", "protein_attention_mask"}
+
+
+class Matcher(Reader):
+    """Compares an image with a text, of which it reads the mask: the pair is right with both of them alone."""
+
+    def forward(  # type: ignore[override]
+        self, pixel_values: torch.Tensor, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        text = self.words(input_ids) * attention_mask[..., None]  # type: ignore[index]
+        return (self.patches(pixel_values).flatten(1).mean(1)[:, None, None] * text).sum(-1)
+
+
+def test_masks_go_with_token_ids_where_the_model_needs_them() -> None:
+    (both,) = scenes_of(Matcher())
+    assert both.keys() == {"pixel_values", "input_ids", "attention_mask"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,17 @@ def test_helpers_for_arguments() -> None:
     assert build.strides([x, x], 2) == [60, 20, 60, 20]
     assert build.pointers([x]) == [x.data_ptr()]
     assert build.threads_for(0) == 0 and build.threads_for(1 << 20) == torch.get_num_threads()
+
+
+def test_what_is_built_is_for_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another machine may share the cache on disk, and its processor may not have the same vector extensions."""
+    sources: list[str] = []
+    monkeypatch.setattr(build, "load_cpp_library", lambda source: sources.append(source) or 1 / 0)
+    for processor in ("one", "another"):
+        monkeypatch.setattr(build, "processor", lambda processor=processor: processor)
+        build.load_kernel.__wrapped__("gemv")
+    assert sources[0] != sources[1]
+
+
+def test_the_processor_is_one_line() -> None:
+    assert build.processor().startswith(platform.machine()) and "\n" not in build.processor()
