@@ -33,7 +33,17 @@ import torch.distributed as dist
 from ..compat.distributed import resolve_process_group
 from ..placement import PARTIAL, REPLICATE, Layout, Partial, Placement, Replicate, Shard
 from . import collectives
-from .redistribute import _Gather, _MaskToRank0, _Reduce, _ReduceScatter, _Share, _Slice, _Unshare, slice_box
+from .redistribute import (
+    _Gather,
+    _MaskToRank0,
+    _Reduce,
+    _ReduceCoalesced,
+    _ReduceScatter,
+    _Share,
+    _Slice,
+    _Unshare,
+    slice_box,
+)
 
 _library = torch.library.Library("paraxis", "FRAGMENT")
 
@@ -96,6 +106,9 @@ def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
 
 
 def _all_reduce_coalesced(xs: Sequence[torch.Tensor], op: str, group: str) -> list[torch.Tensor]:
+    if any(map(_differentiates, xs)):
+        assert op == "sum", f"all_reduce with {op!r} is not differentiable"
+        return list(_ReduceCoalesced.apply(resolve_process_group(group), *xs))
     flat = _all_reduce(torch.cat([x.reshape(-1) for x in xs]), op, group)
     return [piece.view(x.shape) for piece, x in zip(flat.split([x.numel() for x in xs]), xs, strict=True)]
 

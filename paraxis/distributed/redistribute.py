@@ -143,6 +143,9 @@ def copies_of(placement: Placement, shape: Sequence[int], rank: int, device: tor
 
 
 # -- differentiable redistribution ---------------------------------------------------------------------------------
+#
+# Of a result that nobody differentiates the gradient is None, and so is that of what it was computed from: an optimizer
+# leaves parameters without a gradient alone, and decays those whose gradient is zero.
 
 
 class _Reduce(torch.autograd.Function):
@@ -150,11 +153,27 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return grad, None
+
+
+class _ReduceCoalesced(torch.autograd.Function):
+    """Several partial tensors to replicated ones. Forward one all-reduce, backward identity, for each by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        flat = all_reduce(torch.cat([x.reshape(-1) for x in xs]), group)
+        pieces = flat.split([x.numel() for x in xs])
+        return tuple(piece.view(x.shape).clone() for piece, x in zip(pieces, xs, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *grads
 
 
 class _Share(torch.autograd.Function):
@@ -162,11 +181,14 @@ class _Share(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        if grad is None:
+            return None, None
         return all_reduce(grad, ctx.group), None
 
 
@@ -175,11 +197,14 @@ class _Unshare(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.world = dist.get_world_size(group)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        if grad is None:
+            return None, None
         return grad / ctx.world, None
 
 
@@ -188,11 +213,14 @@ class _Slice(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, placement: Shard, group: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.placement, ctx.group, ctx.shape = placement, group, x.shape
         return dense(slice_box(x, placement, dist.get_rank(group)))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         if not ctx.placement.has_copies:
             return gather_box(dense(grad), ctx.placement, ctx.shape, ctx.group), None, None
         summed = sum_copies(grad, ctx.placement, ctx.shape, ctx.group)
@@ -204,11 +232,14 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, placement: Shard, shape: Sequence[int], group: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.placement, ctx.group, ctx.shape = placement, group, tuple(shape)
         return gather_box(dense(x), placement, shape, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
         rank = dist.get_rank(ctx.group)
         local = slice_box(grad, ctx.placement, rank)
         copies = copies_of(ctx.placement, ctx.shape, rank, grad.device)
@@ -220,6 +251,7 @@ class _ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, placement: Shard, group: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.placement, ctx.group, ctx.shape = placement, group, x.shape
         if len(placement.layouts) == 1:
             dim, layout = placement.layouts[0]
@@ -231,7 +263,9 @@ class _ReduceScatter(torch.autograd.Function):
         return dense(slice_box(all_reduce(x, group), placement, dist.get_rank(group)))
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if grad is None:
+            return None, None, None
         if ctx.placement.has_copies:
             grad = sum_copies(grad, ctx.placement, ctx.shape, ctx.group)
         return gather_box(dense(grad), ctx.placement, ctx.shape, ctx.group), None, None
@@ -242,10 +276,11 @@ class _MaskToRank0(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         return x.view_as(x) if dist.get_rank(group) == 0 else torch.zeros_like(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         return grad, None
 
 

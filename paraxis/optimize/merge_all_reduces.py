@@ -2,9 +2,6 @@
 
 A norm over a sharded dimension needs one number per token from all ranks; the norms of query and key need two such
 numbers, which are ready at about the same time. The cost of a small all-reduce is its latency, so they share one.
-
-Where autograd records the program, both must lead to the same outputs. If one led to an output alone that nobody
-differentiates, its gradient would be zeros by way of the other, and an optimizer would decay parameters without one.
 """
 
 from __future__ import annotations
@@ -23,22 +20,18 @@ MAX_BYTES = 1 << 16
 """Size up to which a tensor is worth copying to save a collective."""
 
 
-def merge_all_reduces(module: GraphModule, grad: bool = False) -> int:
-    """Merge pairs of small all-reduces in place, also in the program's list of collectives; how many pairs.
-
-    ``grad``: autograd records the program.
-    """
+def merge_all_reduces(module: GraphModule) -> int:
+    """Merge pairs of small all-reduces in place, also in the program's list of collectives; how many pairs."""
     graph: Graph = module.graph
     collectives = info_of(module).collectives
     small = [n for n in graph.find_nodes(op="call_function", target=all_reduce) if _bytes(n) <= MAX_BYTES]
     merged: set[Node] = set()
-    led_to = _outputs_led_to(graph) if grad and len(small) > 1 else {}
     for i, first in enumerate(small):
         if first in merged:
             continue
         for second in small[i + 1 :]:
             same = second.args[1:] == first.args[1:] and second.meta[FULL].dtype == first.meta[FULL].dtype
-            if second in merged or not same or (grad and led_to[first] != led_to[second]):
+            if second in merged or not same:
                 continue
             dependent = _between(first, second)
             if dependent is not None:
@@ -52,17 +45,6 @@ def merge_all_reduces(module: GraphModule, grad: bool = False) -> int:
     if merged:
         module.recompile()
     return len(merged) // 2
-
-
-def _outputs_led_to(graph: Graph) -> dict[Node, int]:
-    """For every node the outputs that depend on it, as bits."""
-    found = dict.fromkeys(graph.nodes, 0)
-    for index, output in enumerate(graph.output_node().all_input_nodes):
-        found[output] = 1 << index
-    for node in reversed(graph.nodes):
-        for each in node.all_input_nodes:
-            found[each] |= found[node]
-    return found
 
 
 def _bytes(node: Node) -> int:

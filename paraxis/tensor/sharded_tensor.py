@@ -268,11 +268,14 @@ class _Unwrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.spec, ctx.size = tensor._spec, tensor.shape
         return tensor._local.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> ShardedTensor:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> ShardedTensor | None:
+        if grad is None:  # nobody differentiates what was computed with it
+            return None
         spec, dp_shard = ctx.spec, ctx.spec.dp_shard
         placement = spec.placement
         if isinstance(placement, Shard) and placement.has_copies:

@@ -129,3 +129,20 @@ def trace_operator() -> tuple[bool, float]:
 
 def test_operators_can_be_traced(ranks: Any) -> None:
     assert ranks(2).run(trace_operator) == [(True, 4.0)] * 2
+
+
+def gradients_of_what_nobody_reads() -> list[bool]:
+    """Which of three tensors have a gradient if one of two merged results is read, and what it is."""
+    group = dist.group.WORLD.group_name  # type: ignore[union-attr]
+    read, unread, shared = (torch.ones(3, requires_grad=True) for _ in range(3))
+    weight = torch.ones(3, requires_grad=True)
+    first, second = all_reduce_coalesced([read, unread * share(shared, group) * weight], "sum", group)
+    assert second.requires_grad
+    (first * 2).sum().backward()
+    return [torch.equal(read.grad, torch.full((3,), 2.0)), *(x.grad is None for x in (unread, shared, weight))]  # type: ignore[arg-type]
+
+
+def test_what_nobody_differentiates_has_no_gradient(ranks: Any) -> None:
+    """A merged all-reduce gives the gradients of its results one by one: zeros would let an optimizer decay weights."""
+    for found in ranks(2).run(gradients_of_what_nobody_reads):
+        assert all(found), found
