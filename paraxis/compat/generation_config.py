@@ -84,8 +84,7 @@ class PreparedConfigs:
         """Keep a result for further calls with arguments like these, if it can be told when it holds no more."""
         from transformers import GenerationConfig
 
-        kind = _kind(kwargs)
-        if kind is None or type(model.generation_config) is not GenerationConfig:
+        if type(model.generation_config) is not GenerationConfig:
             return
         prepared = _Prepared.of(kwargs, *result)
         if self._contents is None:
@@ -94,7 +93,7 @@ class PreparedConfigs:
             return
         while len(self._found) >= MAX_KINDS:
             self._found.pop(next(iter(self._found)))
-        self._found[kind] = prepared
+        self._found[_kind(kwargs)] = prepared
 
 
 class _Prepared:

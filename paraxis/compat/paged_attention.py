@@ -9,6 +9,7 @@ layers. Seen on transformers 5.22; the interface of attention functions is publi
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -55,20 +56,25 @@ class PagedStep(Protocol):
         ...
 
 
-_step: PagedStep | None = None
+class _Current(threading.local):
+    """The step that this thread runs: several models may have a batch each."""
+
+    step: PagedStep | None = None
+
+
+_current = _Current()
 
 
 @contextmanager
 def paged_step(step: PagedStep) -> Iterator[None]:
-    """Inside, calls of the operator are the layers of this step."""
-    global _step
-    if _step is not None:
-        raise RuntimeError("another thread of this process runs a step of a batch")
-    _step = step
+    """Inside, calls of the operator in this thread are the layers of this step."""
+    if _current.step is not None:
+        raise RuntimeError("this thread runs a step of a batch already")
+    _current.step = step
     try:
         yield
     finally:
-        _step = None
+        _current.step = None
 
 
 @torch.library.custom_op("paraxis::paged_attention", mutates_args=())
@@ -91,11 +97,12 @@ def paged_attention(
         sinks, scale, window, softcap: As in :class:`Scoring`.
         kv_heads: Which heads of keys and values these are; empty for all.
     """
-    if query.is_cuda and torch.cuda.is_current_stream_capturing() and not getattr(_step, "on_device", False):
+    step = _current.step
+    if query.is_cuda and torch.cuda.is_current_stream_capturing() and not getattr(step, "on_device", False):
         raise RuntimeError("the tables of this step are on the host, which a CUDA graph would not replay")
     q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)
     how = Scoring(scale, window, softcap, sinks)
-    found = attend_causal(q, k, v, 0, how) if _step is None else _step.attend(q, k, v, how, kv_heads)
+    found = attend_causal(q, k, v, 0, how) if step is None else step.attend(q, k, v, how, kv_heads)
     return found.contiguous()[None].transpose(1, 2)
 
 

@@ -19,6 +19,7 @@ from ..graph.local_program import FULL
 from ..graph.match import ANY, Capture, Op, match
 from ..graph.nodes import shape_of, tidied
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from .patterns import is_slice_of_all
 
 aten = torch.ops.aten
 
@@ -138,14 +139,11 @@ def _other_operand(node: Node, operand: Node) -> Any:
 
 # -- slices of everything ----------------------------------------------------------------------------------------------
 
-LAST = 9223372036854775807
-"""The end of a slice without one."""
-
 
 def _drop_slice(node: Node) -> bool:
     """Use a tensor itself in place of ``x[:]``, a view of it, but for inputs and results of the program."""
-    source, options = node.args[0], tuple(node.args[2:])
-    if options not in ((), (0,), (0, LAST), (None, LAST), (None, None)) or node.kwargs:
+    source = node.args[0]
+    if not is_slice_of_all(node):
         return False
     if not isinstance(source, Node) or source.op != "call_function" or any(u.op == "output" for u in node.users):
         return False

@@ -18,12 +18,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph.nodes import shape_of, tidied
-from .patterns import attention_of
+from .patterns import attention_of, is_slice_of_all
 from .prefill import states_and_options
 
 aten = torch.ops.aten
-LAST = 9223372036854775807
-"""The end of a slice without one."""
 
 
 class Seen(Enum):
@@ -125,7 +123,7 @@ def _followed(node: Node, known: dict[Node, Any]) -> Any:
         return replace(source, rank=source.rank + 1, dim=source.dim - 1 if source.dim and at > place else source.dim)
     if target in _SAME:
         return source if result.dtype in _INTEGERS else None
-    return source if target is aten.slice.Tensor and tuple(args[2:]) in ((0, LAST), (0,), ()) else None
+    return source if is_slice_of_all(node) else None
 
 
 _COMPARISONS = {

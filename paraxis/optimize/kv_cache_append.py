@@ -53,8 +53,12 @@ def append_kv_cache_in_place(module: GraphModule, compiled: bool = False) -> int
     return tidied(module, count)
 
 
-def drop_empty_parts(module: GraphModule) -> int:
-    """Concatenate without the empty tensor that a new KV cache begins with; how often. The result is a copy still."""
+def drop_empty_parts(module: GraphModule, compiled: bool = False) -> int:
+    """Concatenate without the empty tensor that a new KV cache begins with; how often. The result is a copy still.
+
+    ``compiled``: for Inductor, which would return the copy with the strides of keys and values, that is, of views of
+    linear layers. A later concatenation is contiguous, and the program of the first decode step would be for it alone.
+    """
     count = 0
     for node in module.graph.find_nodes(op="call_function", target=aten.cat.default):
         parts = node.args[0]
@@ -63,6 +67,9 @@ def drop_empty_parts(module: GraphModule) -> int:
         values = [part.meta.get("val") if isinstance(part, Node) else None for part in (*parts, node)]
         if all(isinstance(x, torch.Tensor) for x in values) and len({x.dtype for x in values}) == 1:  # type: ignore[union-attr]
             node.args = ([parts[1]], *node.args[1:])
+            if compiled:
+                node.target, node.args = aten.clone.default, (parts[1],)
+                node.kwargs = {"memory_format": torch.contiguous_format}
             count += 1
     return tidied(module, count)
 

@@ -20,6 +20,8 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Those that the Triton kernels take."""
 CREATION_OPTIONS = ("dtype", "layout", "device", "pin_memory")
 """Keyword arguments of operators that create tensors."""
+_END = 9223372036854775807
+"""The end of a slice without one."""
 
 
 # -- nodes -----------------------------------------------------------------------------------------------------------
@@ -29,6 +31,13 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     """The fake tensor that a node stands for."""
     value = node.meta.get("val", node.meta.get("example_value")) if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
+
+
+def is_slice_of_all(node: Any) -> bool:
+    """Whether a node is ``x[:]``, a view of all of ``x``."""
+    if not is_call(node, aten.slice.Tensor) or node.kwargs:
+        return False
+    return tuple(node.args[2:]) in ((), (0,), (0, _END), (None, _END), (None, None))
 
 
 def dtype_of(node: Any) -> torch.dtype | None:

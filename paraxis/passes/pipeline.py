@@ -79,8 +79,8 @@ def build_parallel_pass_pipeline() -> PassPipeline:
             Rewrite(
                 "drop_empty_parts",
                 "A new KV cache is a copy of its first keys and values, not a concatenation with nothing.",
-                lambda m, s: drop_empty_parts(m),
-                lambda s: s.inference and s.eager,
+                lambda m, s: drop_empty_parts(m, s.compiled),
+                lambda s: s.inference and (s.eager or s.device == "cpu"),
             ),
             Rewrite(
                 "drop_plain_masks",

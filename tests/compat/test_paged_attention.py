@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -61,9 +63,32 @@ def test_a_step_gets_the_calls_of_the_operator() -> None:
     q, step = torch.randn(1, 2, 3, 8), Step()
     with paged_step(step):
         out = PAGED_ATTENTION(q, q, q, None, 1.0, 0, 0.0, [4, 5])
-        with pytest.raises(RuntimeError, match="another thread"), paged_step(step):
+        with pytest.raises(RuntimeError, match="a step of a batch already"), paged_step(step):
             pass
     assert out.shape == q.shape and bool((out == 1).all()) and step.heads == [4, 5]
+
+
+def test_threads_run_steps_of_their_own() -> None:
+    """Two models of one process may have a batch each."""
+
+    class Step:
+        def __init__(self, value: float) -> None:
+            self.value = value
+
+        def attend(self, query: Any, *_: Any) -> torch.Tensor:
+            return torch.full_like(query, self.value)
+
+    q, both = torch.randn(1, 2, 3, 8), threading.Barrier(2)
+
+    def run(value: float) -> float:
+        with paged_step(Step(value)):
+            both.wait(30)
+            found = float(PAGED_ATTENTION(q, q, q, None, 1.0, 0, 0.0, [])[0, 0, 0, 0])
+            both.wait(30)
+        return found
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, (1.0, 2.0))) == [1.0, 2.0]
 
 
 def test_chunks_attend_to_what_is_before_them() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -102,15 +104,17 @@ def test_ranks_in_different_collectives_fail() -> None:
     assert "rank 0 is in all_reduce of 32 bytes" in second
 
 
-def disabled_on_one_rank() -> tuple[bool, float]:
+def disabled_on_one_rank(number: uuid.UUID) -> tuple[bool, float]:
     os.environ["PARAXIS_SHARED_MEMORY"] = "0" if dist.get_rank() == 1 else "1"
     try:
         group: Any = dist.new_group()
-        return module.shared_memory_of(group) is None, float(pd.all_reduce(torch.ones(1), group))
+        with mock.patch.object(module.uuid, "uuid4", lambda: number):
+            return module.shared_memory_of(group) is None, float(pd.all_reduce(torch.ones(1), group))
     finally:
         del os.environ["PARAXIS_SHARED_MEMORY"]
 
 
 def test_all_ranks_use_it_or_none(ranks: Ranks) -> None:
-    assert ranks(2).run(disabled_on_one_rank) == [(True, 2.0)] * 2
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("paraxis-")]
+    number = uuid.uuid4()
+    assert ranks(2).run(disabled_on_one_rank, number) == [(True, 2.0)] * 2
+    assert not os.path.exists(f"/dev/shm/paraxis-{number.hex}")

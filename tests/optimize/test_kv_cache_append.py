@@ -137,6 +137,17 @@ def test_empty_parts_are_dropped() -> None:
     assert torch.equal(result, new) and result.is_contiguous() and not same_storage(result, new)
 
 
+def test_empty_parts_are_dropped_for_a_compiler() -> None:
+    """Inductor returns the only part of a concatenation with that part's strides; a copy has those it is asked for."""
+    module = concatenation(torch.empty(0), (0,), (2, 3, 5, 4))
+    assert drop_empty_parts(module, compiled=True) == 1
+    (copy,) = module.graph.find_nodes(op="call_function", target=aten.clone.default)
+    assert copy.kwargs == {"memory_format": torch.contiguous_format}
+    new = rows(5).transpose(1, 2).contiguous().transpose(1, 2)
+    result = module(new)
+    assert torch.equal(result, new) and result.is_contiguous() and not same_storage(result, new)
+
+
 def test_other_parts_stay() -> None:
     assert drop_empty_parts(concatenation(None, (2, 3, 1, 4), (2, 3, 4, 4))) == 0
     assert (

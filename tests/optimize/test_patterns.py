@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.graphs import call_of, pretend, set_arg, trace
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from paraxis.graph.match import match
 from paraxis.optimize import patterns
@@ -227,3 +227,21 @@ def test_queries_are_counted_of_four_dimensions_and_static_sizes() -> None:
     assert patterns.count_queries(node) is None
     node.meta.clear()
     assert patterns.count_queries(node) is None
+
+
+def test_slices_of_everything() -> None:
+    graph = Graph()
+    x = graph.placeholder("x")
+    for arguments, found in (
+        ((1,), True),
+        ((1, 0), True),
+        ((1, None, None), True),
+        ((1, 0, 9223372036854775807), True),
+        ((1, 1), False),
+        ((1, 0, 4), False),
+        ((1, 0, 9223372036854775807, 2), False),
+    ):
+        assert patterns.is_slice_of_all(graph.call_function(torch.ops.aten.slice.Tensor, (x, *arguments))) == found
+    assert not patterns.is_slice_of_all(x) and not patterns.is_slice_of_all(
+        graph.call_function(torch.ops.aten.alias.default, (x,))
+    )

@@ -60,6 +60,6 @@ def test_padding_of_a_width_that_the_data_decides() -> None:
     width = ShapeEnv().create_unbacked_symint()
     source, out = Tensor(0, (3, 4), torch.float32), Tensor(0, (3 + width, 4), torch.float32)
     padded = Call(aten.constant_pad_nd.default, (source, [0, 0, 0, width]), {}, (source,), (out,), world=2)
-    kept = Shard.of(1, Layout.even(4, 2))
-    assert [s.outputs[0] for s in pad(padded, [kept])] == [kept]
+    stays = Shard.of(1, Layout.even(4, 2))
+    assert [s.outputs[0] for s in pad(padded, [stays])] == [stays]
     assert not list(pad(padded, [Shard.of(0, Layout.even(3, 2))]))

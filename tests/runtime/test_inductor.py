@@ -132,3 +132,15 @@ def test_compiled_generation_appends_in_place_and_communicates_by_shared_memory(
         assert "paraxis::host_all_reduce" in operators
         assert not any(name.startswith("c10d::") for name in operators)
         assert operators & {"paraxis::append_rows", "paraxis::attend_appended"}
+
+
+def count_programs(folder: str) -> tuple[bool, int]:
+    """Whether tokens are those of the unsharded model, and the programs compiled for a prompt and what follows it."""
+    model, ctx = parallel(folder, compile="inductor")
+    return same_tokens(model, reference(folder), torch.tensor([[5, 6, 7, 8]]), 5), ctx.compile_times
+
+
+@pytest.mark.long
+def test_compiled_generation_on_one_rank_takes_two_programs(ranks: Any, checkpoints: Any) -> None:
+    """The cache that prefill returns has the strides of the one that a decode step returns."""
+    assert ranks(1).run(count_programs, checkpoints("llama"), timeout=600) == [(True, 2)]
