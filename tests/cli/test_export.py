@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from cli.helpers import call
 
-from paraxis.cli.export import by_reason, file_contents
+from paraxis.cli.export import by_reason, file_contents, show
 from paraxis.export import Export
+from paraxis.export.candidates import Candidates, Group
+from paraxis.export.targets import restricted
 
 
 def test_text_and_file(folder: str, tmp_path: Path) -> None:
@@ -21,6 +24,17 @@ def test_text_and_file(folder: str, tmp_path: Path) -> None:
     found = call("export", folder, "--tp", "2", "--format", "torch", "--no-verify", "--out", str(out))
     assert found.exit_code == 0 and f"Wrote {out}." in found.stdout and "Not verified: " in found.stdout
     assert "parallelize_module(model, mesh, PLAN)" in out.read_text()
+
+
+def test_what_vllm_shards_itself_is_not_called_replicated(capsys: pytest.CaptureFixture[str]) -> None:
+    found = Candidates([Group("a", {"model.embed_tokens": "vocab"}), Group("b", {"lm_head": "column-gathered"})])
+    left = restricted(found, "vllm")
+    assert not left.groups
+    show(Export("vllm", 2, "Model", {"a": "colwise"}, replicated=left.replicated), None)
+    printed = capsys.readouterr().out
+    assert "for vLLM, which shards embedding and lm_head itself." in printed
+    assert "Not in the plan: model.embed_tokens: vLLM shards the input embedding itself." in printed
+    assert "Replicated" not in printed
 
 
 def test_files_of_json_formats() -> None:
