@@ -35,11 +35,13 @@ def page(records: dict[int, list[Record]]) -> str:
         built = [r for r in found if r["status"] != "not built"]
         good = [r for r in built if r["status"] == "ok"]
         small = sum(r["fraction"] <= 1.1 / world for r in good)
-        modal = [r for r in good if r["modality"]]
+        exact = [r for r in good if answer(r) == "yes"]
+        modal = [r for r in exact if r["modality"]]
         first = sum(r["task"] in TASKS[:2] for r in modal)
         lines += [
-            f"- **{world} ranks**: {len(good)} of {len(built)} models are right: with images, videos or audio {first} "
-            f"of the first two tasks and {len(modal) - first} of the others. {small} have at most {1.1 / world:.2f} of "
+            f"- **{world} ranks**: {len(exact)} of {len(built)} models are right, and {len(good) - len(exact)} more in "
+            f"float64 only. With images, videos or audio, {first} are of the first two tasks and {len(modal) - first} "
+            f"of the others. {small} have at most {1.1 / world:.2f} of "
             f"the parameters on a rank. Of {shared(good, LEAST)} of the {shared(good)} whose matmul work was counted, "
             "every tower does at least 90% of it sharded."
         ]

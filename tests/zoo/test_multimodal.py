@@ -39,7 +39,7 @@ def test_the_page_counts_by_task_and_lists_what_was_not_run() -> None:
     assert 0 < four < vision and all(n.partition(":")[0] in AT_FOUR for n in names_at(4))
     assert f"| Image text to text | 1 | 1 | {vision - 3} | 1 | 0 | {four - 1} | 1 |" in text
     assert (
-        "**2 ranks**: 1 of 4 models are right: with images, videos or audio 1 of the first two tasks" in text
+        "**2 ranks**: 1 of 4 models are right, and 0 more in float64 only. With images, videos or audio, 1 are" in text
         and "Of 1 of the 1 whose" in text
     )
     assert ", commit abc." in text and "| 0.51 | 0 | 95% | yes | yes | yes | one |" in text
