@@ -32,7 +32,7 @@ from .compiled_call import CompiledCall
 from .continuous_batching import destroy_batch, parallel_batching
 from .conversion import install_conversion
 from .generation.install import install_generation_loop
-from .redirect_forward import compiled_call_of, model_copier, redirect_forward
+from .redirect_forward import compiled_call_of, model_copier, redirect_forward, shallow_state
 from .submodule_call import already_compiled, has_forward, install_submodule_call
 
 
@@ -46,6 +46,7 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
     adapt_training_libraries(model, ctx)
     install_conversion(model)
     model.__deepcopy__ = model_copier(model, call, install_model_methods)
+    model.__reduce_ex__ = lambda protocol: (_shallow_copy, (type(model), shallow_state(model), call))
     redirect_forward(model, call)
     for name, part in model.named_modules():  # a model that this one wraps generates by calling itself
         if name and hasattr(type(part), "generate") and not has_compiled_call(part):
@@ -71,6 +72,14 @@ def install_model_methods(model: Any, ctx: ParallelExecutionCtx, call: CompiledC
     several = dist.get_world_size(ctx.world_group) > 1
     if hasattr(model, "save_pretrained") and (several or any(is_quantized(p) for p in model.parameters())):
         model.save_pretrained = _saver(model, ctx)
+
+
+def _shallow_copy(cls: type[nn.Module], state: dict[str, Any], call: CompiledCall) -> nn.Module:
+    """``copy.copy(model)``: a model with the same parameters and modules, and attributes and a program of its own."""
+    twin = cls.__new__(cls)
+    twin.__dict__.update(state)
+    install_model_methods(twin, call.ctx, compiled_call_of(twin, call.ctx, call.config, call.name))
+    return twin
 
 
 def adapt_training_libraries(model: nn.Module, ctx: ParallelExecutionCtx) -> None:

@@ -43,6 +43,7 @@ _BOUND = {
     "_is_accelerate_prepared",
     COMPILED_CALL,
     "__deepcopy__",
+    "__reduce_ex__",
 }
 """Attributes of a parallel model that belong to this one object: a copy gets its own."""
 
@@ -95,8 +96,7 @@ def model_copier(
         ctx = call.ctx
         twin = type(model).__new__(type(model))
         memo[id(model)] = twin
-        state = {name: value for name, value in model.__dict__.items() if name not in _BOUND}
-        twin.__dict__.update(copy.deepcopy(state, memo))
+        twin.__dict__.update(copy.deepcopy(shallow_state(model), memo))
         for part in twin.modules():  # which would lead into the programs of the original
             if hasattr(part.__dict__.get("forward"), "leads_in"):
                 del part.__dict__["forward"]
@@ -117,3 +117,8 @@ def model_copier(
         return twin
 
     return deepcopy
+
+
+def shallow_state(model: nn.Module) -> dict[str, Any]:
+    """What a shallow copy of a parallel model has in common with it: all but what belongs to this one object."""
+    return {name: value for name, value in model.__dict__.items() if name not in _BOUND}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from models.compare import batch, context, max_difference, parallel, reference
+from models.compare import batch, context, max_difference, parallel, parallel_module, reference
 
 from paraxis import parallelize_model
 
@@ -101,3 +101,45 @@ def test_pickling_says_what_to_do_instead(ranks: Any, checkpoints: Any) -> None:
         for name, message in found.items():
             assert message.startswith("cannot pickle") and "save_pretrained" in message and "save_state" in message
             assert ("the parameter 'lm_head.weight'" in message) == name.startswith("parameter"), message
+
+
+class Factor(torch.nn.Module):
+    """A module whose forward reads an attribute of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.factor = torch.nn.Linear(16, 32), torch.nn.Linear(32, 16), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(self.up(x).relu()) * self.factor
+        return result
+
+
+def copy_shallowly(folder: str, compile: Any) -> dict[str, Any]:
+    """What a shallow copy with an attribute of its own computes, and the original beside it."""
+    x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
+    model, unsharded, _ = parallel_module(Factor, x, compile=compile)
+    with torch.no_grad():
+        model(x)
+        twin, plain = copy.copy(model), copy.copy(unsharded)
+        twin.factor = plain.factor = 3.0
+        errors = [max_difference(twin(x), plain(x)), max_difference(model(x), unsharded(x))]
+        for one in (twin, plain):  # of both the original and the copy
+            one.down.bias.fill_(0.5)
+        errors += [max_difference(twin(x), plain(x)), max_difference(model(x), unsharded(x))]
+    text, _ = parallel(folder, compile=compile)
+    again = copy.copy(text)
+    ids, _ = batch(256)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    return {
+        "errors": errors,
+        "shared": twin.up is model.up and again.lm_head.weight is text.lm_head.weight,
+        "tokens": torch.equal(again.generate(ids, **options), reference(folder).generate(ids, **options)),
+        "again": copy.copy(twin).factor,
+    }
+
+
+@pytest.mark.parametrize("compile", [None, pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_shallow_copy_has_attributes_of_its_own(ranks: Any, checkpoints: Any, compile: Any) -> None:
+    for found in ranks(2).run(copy_shallowly, checkpoints("llama"), compile, timeout=300):
+        assert max(found["errors"]) < 1e-5 and found["shared"] and found["tokens"] and found["again"] == 3.0, found
