@@ -49,7 +49,7 @@ class Config:
     """Options of a parallelized model.
 
     Attributes:
-        lint_and_recompile: Lint and recompile the graph after every pass.
+        lint_and_recompile: Lint and recompile the graph after every pass that changes it.
         clean_markers_after_all_passes: Remove the analysis results from ``node.meta`` when the pipeline is done.
         weight_init_fn: Initializes weights that no checkpoint provides; called as ``weight_init_fn(tensor)``.
         enable_sequence_parallel: Sequence parallelism: shard the activations between parallel layers on the sequence

@@ -26,6 +26,7 @@ class AgreeOnProgramPass(PassBase):
     """
 
     name = "agree"
+    changes_graph = False
 
     def run(self, graph_module: GraphModule, ctx: ParallelExecutionCtx, config: Config) -> GraphModule:
         """Raise on all ranks if they did not build the same program."""

@@ -21,7 +21,7 @@ class PassBase(ABC):
     """A step from graph module to graph module.
 
     Subclasses implement :meth:`run`, and :meth:`applies` if the pass is not for every program. Calling the pass runs it
-    and, if the config asks for it, lints and recompiles.
+    and, if it may have changed the graph and the config asks for it, lints and recompiles.
     """
 
     name: str = ""
@@ -29,6 +29,9 @@ class PassBase(ABC):
 
     need_rerun_when_recompile: bool = True
     """Whether later captures run this pass again."""
+
+    changes_graph: bool = True
+    """Whether it may change the graph, which is then linted and recompiled."""
 
     @classmethod
     def signature(cls) -> str:
@@ -57,7 +60,7 @@ class PassBase(ABC):
         if not self.need_rerun_when_recompile and ctx.compile_times > 0:
             return graph_module
         graph_module = self.run(graph_module, ctx=ctx, config=config)
-        if config.lint_and_recompile:
+        if config.lint_and_recompile and self.changes_graph:
             graph_module.graph.lint()
             graph_module.recompile()
         return graph_module
@@ -65,6 +68,8 @@ class PassBase(ABC):
 
 class AnalyzeBase(PassBase):
     """A pass that only analyzes: it does not change the graph, and stores its findings in ``node.meta``."""
+
+    changes_graph = False
 
     @classmethod
     def meta_key(cls) -> str:

@@ -20,6 +20,7 @@ class InitializeOrLoadWeightsPass(PassBase):
     """
 
     name = "initialize"
+    changes_graph = False
 
     def applies(self, setting: Setting) -> bool:
         """Only where the program will run."""

@@ -68,12 +68,9 @@ class Partitioner:
             before = next(iter(reversed(self.graph.nodes)), None)
             emit(node)
             self._note_region(node, before)
+        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or has_side_effect(n))
         module = GraphModule(self.root, self.graph, class_name="LocalProgram")
         module.meta[INFO] = self.info
-        module.graph.eliminate_dead_code(
-            is_impure_node=lambda n: n.op in ("placeholder", "output") or has_side_effect(n)
-        )
-        module.recompile()
         return module
 
     def _note_region(self, node: Node, before: Node | None) -> None:

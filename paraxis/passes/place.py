@@ -24,6 +24,7 @@ class PlaceParametersPass(PassBase):
     """
 
     name = "place"
+    changes_graph = False
 
     def applies(self, setting: Setting) -> bool:
         """Not while a plan is searched."""

@@ -112,6 +112,17 @@ def test_pass_that_need_not_rerun_runs_for_the_first_compilation_only(offline: P
     assert log == ["once"]
 
 
+def test_a_pass_that_changes_nothing_recompiles_nothing(offline: Planned, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured, recompiled = graph(), list[Any]()
+    monkeypatch.setattr(GraphModule, "recompile", lambda module: recompiled.append(module))
+    CountUsers()(captured, offline.ctx, Config())
+    assert not recompiled
+    Recorder("a rewrite", [])(captured, offline.ctx, Config(lint_and_recompile=False))
+    assert not recompiled
+    Recorder("a rewrite", [])(captured, offline.ctx, Config())
+    assert recompiled == [captured]
+
+
 def test_rewrite_applies_in_its_setting_and_not_while_searching() -> None:
     step = Rewrite("name", "One line.", lambda module, setting: 1, lambda setting: setting.device == "cuda")
     assert step.title == "name" and step.summary == "One line."
