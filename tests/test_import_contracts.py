@@ -26,6 +26,7 @@ INSIDE_FUNCTIONS = {
     ("paraxis.optimize.decode_kernels*", "paraxis.kernels.triton"): "optional dependency: triton",
     ("paraxis.plan.plan", "paraxis.utils.tables"): "lazy: only where a plan is printed is rich needed",
     ("paraxis.tensor.quantized", "paraxis.kernels.triton"): "optional dependency: triton",
+    ("paraxis.runtime.batching.device_step", "paraxis.kernels.triton"): "optional dependency: triton",
     ("paraxis.serving.rank", "paraxis.serving.*"): "optional dependency: fastapi, which rank 0 alone needs",
     ("paraxis.kernels.triton.rope_kv_write", "*.rope_kv_write_kernel"): "optional dependency: triton",
 }  # fmt: skip
